@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's settings as frozen values, and the only reader of the environment.
+
+``kv_connector_extra_config`` (JSON on vLLM's command line, or a TOML file of the same shape given to ``tidal serve``) is
+translated once, by :func:`load_config`. Unknown keys are refused, with the nearest known key in the message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from tidal_connector.errors import ConfigError
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class PageKind(enum.StrEnum):
+    """Kinds of host memory for the pool, best first."""
+
+    HUGETLBFS = "hugetlbfs"
+    HUGE_1G = "1g"
+    HUGE_2M = "2m"
+    TRANSPARENT = "thp"
+    PLAIN = "plain"
+
+
+class Offload(enum.StrEnum):
+    """Where the latents of this engine live."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class PlaneKind(enum.StrEnum):
+    """Implementations of the transfer plane."""
+
+    MOONCAKE = "mooncake"
+    LOOPBACK = "loopback"
+
+
+class Protocol(enum.StrEnum):
+    """Mooncake's transports."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+    ASCEND = "ascend"
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host pool.
+
+    Attributes:
+        bytes: size, in bytes or as text such as ``"2GiB"``.
+        pages: demand one kind of pages; None tries them in the order of :class:`PageKind` and falls back visibly.
+        path: a mounted hugetlbfs directory, for ``hugetlbfs``; None looks it up in the mount table.
+        numa: NUMA node to bind the pool to; None leaves the choice to the kernel.
+        prefault: touch every page at start, so that no page is missing later.
+    """
+
+    bytes: PositiveInt | str = "1GiB"
+    pages: PageKind | None = None
+    path: str | None = None
+    numa: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prefault: bool = True
+
+    @property
+    def size(self) -> int:
+        """The size in bytes.
+
+        Raises:
+            ConfigError: the text is no size.
+        """
+        return parse_bytes("pool.bytes", self.bytes)
+
+
+class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The control channel and the timers of protocol.md (seconds).
+
+    Attributes:
+        bind: ``host:port`` to listen on; port 0 lets the kernel choose.
+        advertise: host (or ``host:port``) that peers connect to; None takes that of ``bind``.
+        lease_s: a peer silent for so long is lost; beats go out every third of it.
+        accept_s: wait of a reservation for the prefill side's answer.
+        park_s: how long a reservation may wait at prefill for its request.
+        hold_s: how long finished prefill pages wait for a reservation.
+        stall_s: longest time without progress before a transfer fails.
+        quarantine_s: how long pages stay out of use after a transfer that did not end well; None: 120 on tcp, 10 otherwise.
+    """
+
+    bind: str = "127.0.0.1:0"
+    advertise: str | None = None
+    lease_s: Positive = 9.0
+    accept_s: Positive = 60.0
+    park_s: Positive = 30.0
+    hold_s: Positive = 60.0
+    stall_s: Positive = 10.0
+    quarantine_s: Positive | None = None
+
+
+class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The transfer plane.
+
+    Attributes:
+        plane: implementation.
+        protocol: Mooncake transport.
+        device: RDMA device names for Mooncake, comma-separated; empty lets it choose.
+        host: address under which peers reach this process's data ports; None takes the control channel's.
+        window: descriptors in flight per peer.
+        descriptor_bytes: largest descriptor.
+    """
+
+    plane: PlaneKind = PlaneKind.MOONCAKE
+    protocol: Protocol = Protocol.TCP
+    device: str = ""
+    host: str | None = None
+    window: Annotated[int, msgspec.Meta(ge=1, le=32)] = 8
+    descriptor_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 28)] = 4 << 20
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Logging: level name, and a file to append to instead of standard error."""
+
+    level: typing.Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    file: str | None = None
+
+
+class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that ``kv_connector_extra_config`` may hold.
+
+    Attributes:
+        offload: latents in the host pool; ``auto`` means on for ``kv_consumer``, off otherwise.
+        peers: engine id to control address (``host:port``) of the engines that requests may name; empty allows any.
+        weights: text that names the checkpoint's revision; engines with different texts refuse one another.
+    """
+
+    offload: Offload = Offload.AUTO
+    pool: PoolConfig = PoolConfig()
+    control: ControlConfig = ControlConfig()
+    transfer: TransferConfig = TransferConfig()
+    log: LogConfig = LogConfig()
+    peers: dict[str, str] = {}
+    weights: str = ""
+
+    @property
+    def quarantine_s(self) -> float:
+        """Seconds of quarantine, by the transport where it is not set (protocol.md, section 6)."""
+        if self.control.quarantine_s is not None:
+            return self.control.quarantine_s
+        return 120.0 if self.transfer.protocol is Protocol.TCP else 10.0
+
+
+def parse_bytes(field: str, value: int | str) -> int:
+    """Turn ``1048576``, ``"2GiB"`` or ``"512 MiB"`` into bytes.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    if isinstance(value, int):
+        return value
+    text = value.strip().upper()
+    digits = text.rstrip("BIKMGT ")
+    unit = text[len(digits) :].strip()
+    try:
+        number = float(digits)
+    except ValueError:
+        number = -1.0
+    if unit not in _UNITS or number <= 0:
+        raise ConfigError(f'{field} = {value!r}: expected bytes or a text such as "512MiB" or "2GiB"')
+    return int(number * _UNITS[unit])
+
+
+def load_config(extra: Mapping[str, Any]) -> TidalConfig:
+    """Translate ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or range.
+    """
+    _refuse_unknown(TidalConfig, extra, "")
+    try:
+        config = msgspec.convert(extra, TidalConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    _ = config.pool.size
+    return config
+
+
+def _struct_of(annotation: Any) -> type[msgspec.Struct] | None:
+    if isinstance(annotation, types.UnionType):
+        found = (_struct_of(part) for part in typing.get_args(annotation))
+        return next((item for item in found if item is not None), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
+
+
+def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], path: str) -> None:
+    hints = typing.get_type_hints(kind)
+    for key, value in given.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {path + near[0]!r}?" if near else f"known: {', '.join(sorted(hints))}"
+            raise ConfigError(f"kv_connector_extra_config: unknown key {path + str(key)!r}; {hint}")
+        inner = _struct_of(hints[key])
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_unknown(inner, value, f"{path}{key}.")
+
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+
+def native_library_path() -> str | None:
+    """Return ``TIDAL_NATIVE``: a native module to load instead of the installed one (development)."""
+    return os.environ.get("TIDAL_NATIVE")
+
+
+def log_level() -> str | None:
+    """Return ``TIDAL_LOG``: a level that overrides ``log.level``."""
+    return os.environ.get("TIDAL_LOG")
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment with additions, for a child process."""
+    return {**os.environ, **(extra or {})}
+
+
+def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float) -> None:
+    """Set the variables that Mooncake reads once at its import (see the facts on its settings).
+
+    Variables that the operator has set are left alone. Must run before ``mooncake`` is imported.
+
+    Args:
+        force_tcp: take TCP whatever devices are found; otherwise demand the device that was asked for.
+        progress_timeout_s: seconds without a moved byte, or without an acknowledgement, before a descriptor fails.
+        wait_timeout_s: bound of Mooncake's own blocking waits; must exceed the former.
+    """
+    defaults = {
+        "MC_TRANSFER_TIMEOUT": str(max(5, round(wait_timeout_s))),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(max(1, round(progress_timeout_s))),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(max(1, round(progress_timeout_s))),
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+        "MC_TCP_SLICE_SIZE": str(1 << 20),
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_LOG_LEVEL": "WARNING",
+    }
+    if force_tcp:
+        defaults["MC_FORCE_TCP"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
