@@ -22,6 +22,8 @@ from tidal_connector.errors import ConfigError
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
+Settings = typing.TypeVar("Settings", bound=msgspec.Struct)
+
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -187,32 +189,47 @@ def load_config(extra: Mapping[str, Any]) -> TidalConfig:
     Raises:
         ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or range.
     """
-    _refuse_unknown(TidalConfig, extra, "")
-    try:
-        config = msgspec.convert(extra, TidalConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from None
+    config = convert_strict(TidalConfig, extra, "kv_connector_extra_config")
     _ = config.pool.size
     return config
 
 
+def convert_strict(kind: type[Settings], given: Mapping[str, Any], where: str) -> Settings:
+    """Turn a table of settings (JSON or TOML) into its frozen struct.
+
+    Args:
+        kind: the struct.
+        given: the table as it was read.
+        where: what the table is called in messages: a file or an option.
+
+    Raises:
+        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or range.
+    """
+    _refuse_unknown(kind, given, where, "")
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def _struct_of(annotation: Any) -> type[msgspec.Struct] | None:
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (tuple, list):
         found = (_struct_of(part) for part in typing.get_args(annotation))
         return next((item for item in found if item is not None), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
-def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], path: str) -> None:
+def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str, path: str) -> None:
     hints = typing.get_type_hints(kind)
     for key, value in given.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {path + near[0]!r}?" if near else f"known: {', '.join(sorted(hints))}"
-            raise ConfigError(f"kv_connector_extra_config: unknown key {path + str(key)!r}; {hint}")
+            raise ConfigError(f"{where}: unknown key {path + str(key)!r}; {hint}")
         inner = _struct_of(hints[key])
-        if inner is not None and isinstance(value, Mapping):
-            _refuse_unknown(inner, value, f"{path}{key}.")
+        for item in value if isinstance(value, list) else [value]:
+            if inner is not None and isinstance(item, Mapping):
+                _refuse_unknown(inner, item, where, f"{path}{key}.")
 
 
 # --- environment -----------------------------------------------------------------------------------------------------
