@@ -12,29 +12,37 @@ import pytest
 from tests.arch.source import ROOT, tracked_files
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+BIN = Path(sys.executable).parent
 
 
-@pytest.mark.parametrize(
-    "command", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)], ids=" ".join
-)
-def test_python(command: tuple[str, ...]) -> None:
-    done = _run(*command)
-    assert done.returncode == 0, done.stdout + done.stderr
+def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([BIN / tool, *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
 
 
-def test_native_code_is_formatted() -> None:
+def _assert_clean(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+
+def test_style() -> None:
+    _assert_clean(_run("ruff", "check", "--output-format", "concise", "."))
+
+
+def test_format() -> None:
+    _assert_clean(_run("ruff", "format", "--check", "--output-format", "concise", "."))
+
+
+def test_types() -> None:
+    _assert_clean(_run("mypy"))
+
+
+def test_native_format() -> None:
     native = [path for path in tracked_files() if path.startswith("csrc/") and path.endswith((".cpp", ".h"))]
-    done = _run("clang_format", "--dry-run", "-Werror", *native)
-    assert done.returncode == 0, done.stderr
+    _assert_clean(_run("clang-format", "--dry-run", "-Werror", *native))
 
 
 def test_spelling() -> None:
-    done = _run("codespell_lib", *tracked_files())
-    assert done.returncode == 0, done.stdout
+    _assert_clean(_run("codespell", *tracked_files()))
 
 
 def test_an_untyped_function_is_refused(tmp_path: Path) -> None:
