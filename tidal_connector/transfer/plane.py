@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every transfer plane promises: ``submit`` byte runs, ``poll`` receipts.
+
+A plane knows bytes and peers, not requests. It owns the threads it needs, between ``open`` and ``close``. A
+receipt is the only proof that no byte of a source will be read any more: a failed descriptor alone is none,
+because the transport may still be reading its neighbours.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import NewType, TypeVar
+
+import msgspec
+
+from tidal_connector.config import PlaneKind, TidalConfig
+from tidal_connector.errors import ConfigError
+from tidal_connector.layout import Home
+from tidal_connector.transfer.runs import Run
+
+Ticket = NewType("Ticket", int)
+"""One submitted batch; unique within its plane."""
+
+PlaneT = TypeVar("PlaneT", bound="TransferPlane")
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """The end of a ticket: every descriptor that was handed to the transport has ended.
+
+    Attributes:
+        ticket: what ended.
+        ok: every byte was acknowledged by the target's transport.
+        bytes: acknowledged bytes, also of a failed ticket.
+        started: when its first descriptor was handed on (monotonic seconds); its submission if none was.
+        finished: when its last descriptor ended (monotonic seconds).
+        reason: why it failed; empty when ok.
+    """
+
+    ticket: Ticket
+    ok: bool
+    bytes: int
+    started: float
+    finished: float
+    reason: str = ""
+
+
+class TransferPlane(abc.ABC):
+    """Writes local memory into the registered memory of peers."""
+
+    name: str
+
+    def __enter__(self: PlaneT) -> PlaneT:
+        self.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Start; must come before every other call.
+
+        Raises:
+            TransferFailed: the transport cannot be started.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop all threads. Tickets in flight end without a receipt; their sources are not read afterwards.
+        Idempotent."""
+
+    @abc.abstractmethod
+    def register(self, address: int, length: int, home: Home) -> None:
+        """Make ``length`` bytes at ``address`` a source and a target, once, before peers connect.
+
+        Raises:
+            TransferFailed: the transport refuses the range (it overlaps a registered one, or is empty).
+        """
+
+    @abc.abstractmethod
+    def endpoint(self) -> str:
+        """Return what peers pass to :meth:`submit` to reach this process; constant while open."""
+
+    @abc.abstractmethod
+    def submit(self, peer: str, runs: Sequence[Run]) -> Ticket:
+        """Queue a batch of runs for a peer's endpoint. Never blocks; any thread.
+
+        Raises:
+            TransferFailed: a source lies in no single registered range, or the plane is closed.
+        """
+
+    @abc.abstractmethod
+    def cancel(self, ticket: Ticket) -> None:
+        """Hand nothing more of a ticket on; its receipt (not ok) comes when what was handed on has ended.
+
+        A ticket that has ended, or of which everything has been handed on and then succeeds, is not changed.
+        """
+
+    @abc.abstractmethod
+    def poll(self) -> list[Receipt]:
+        """Return the receipts since the last call, each ticket exactly once. Never blocks; any thread."""
+
+    @abc.abstractmethod
+    def forget_peer(self, peer: str) -> None:
+        """Cancel all of a peer's tickets and drop what is cached about it (it restarted or is lost)."""
+
+    @abc.abstractmethod
+    def peer_connections(self, host: str) -> int | None:
+        """Count the connections from a host to our data ports; None where that cannot be known."""
+
+
+def open_plane(config: TidalConfig, host: str, on_receipt: Callable[[], None]) -> TransferPlane:
+    """Make the plane that a configuration names; the caller enters it as a context manager.
+
+    Args:
+        config: which plane, and its settings.
+        host: address under which peers reach this process's data ports.
+        on_receipt: called from any thread whenever :meth:`TransferPlane.poll` has something new.
+
+    Raises:
+        ConfigError: the loopback plane was asked for; it reaches no other process.
+    """
+    if config.transfer.plane is PlaneKind.MOONCAKE:
+        from tidal_connector.transfer.mooncake import MooncakePlane
+
+        return MooncakePlane(config.transfer, host, on_receipt, stall_s=config.control.stall_s)
+    raise ConfigError(
+        "transfer.plane = 'loopback': it moves bytes inside one process and is built by tests; use 'mooncake'"
+    )
