@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's settings as frozen values, and the only reader of the environment.
 
-``kv_connector_extra_config`` (JSON on vLLM's command line, or a TOML file of the same shape given to ``tidal serve``) is
-translated once, by :func:`load_config`. Unknown keys are refused, with the nearest known key in the message.
+``kv_connector_extra_config`` (JSON on vLLM's command line, or a TOML file of the same shape given to ``tidal
+serve``) is translated once, by :func:`load_config`. Unknown keys are refused, with the nearest known key in
+the message.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         bytes: size, in bytes or as text such as ``"2GiB"``.
-        pages: demand one kind of pages; None tries them in the order of :class:`PageKind` and falls back visibly.
+        pages: demand one kind of pages; None tries them in the order of :class:`PageKind` and falls back
+            visibly.
         path: a mounted hugetlbfs directory, for ``hugetlbfs``; None looks it up in the mount table.
         numa: NUMA node to bind the pool to; None leaves the choice to the kernel.
         prefault: touch every page at start, so that no page is missing later.
@@ -98,7 +100,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         park_s: how long a reservation may wait at prefill for its request.
         hold_s: how long finished prefill pages wait for a reservation.
         stall_s: longest time without progress before a transfer fails.
-        quarantine_s: how long pages stay out of use after a transfer that did not end well; None: 120 on tcp, 10 otherwise.
+        quarantine_s: how long pages stay out of use after a transfer that did not end well; None: 120 on
+            tcp, 10 otherwise.
     """
 
     bind: str = "127.0.0.1:0"
@@ -143,8 +146,12 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         offload: latents in the host pool; ``auto`` means on for ``kv_consumer``, off otherwise.
-        peers: engine id to control address (``host:port``) of the engines that requests may name; empty allows any.
-        weights: text that names the checkpoint's revision; engines with different texts refuse one another.
+        peers: engine id to control address (``host:port``) of the engines that requests may name; empty
+            allows any.
+        weights: text that names the checkpoint's revision, instead of a digest of its files; engines with
+            different texts refuse one another.
+        allow_sabotage: accept requests that ask to corrupt one of their own rows (proves a test bed; never
+            in production).
     """
 
     offload: Offload = Offload.AUTO
@@ -154,6 +161,7 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: LogConfig = LogConfig()
     peers: dict[str, str] = {}
     weights: str = ""
+    allow_sabotage: bool = False
 
     @property
     def quarantine_s(self) -> float:
@@ -187,7 +195,8 @@ def load_config(extra: Mapping[str, Any]) -> TidalConfig:
     """Translate ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or range.
+        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or
+            range.
     """
     config = convert_strict(TidalConfig, extra, "kv_connector_extra_config")
     _ = config.pool.size
@@ -203,7 +212,8 @@ def convert_strict(kind: type[Settings], given: Mapping[str, Any], where: str) -
         where: what the table is called in messages: a file or an option.
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or range.
+        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or
+            range.
     """
     _refuse_unknown(kind, given, where, "")
     try:
@@ -232,7 +242,8 @@ def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where:
                 _refuse_unknown(inner, item, where, f"{path}{key}.")
 
 
-# --- environment -----------------------------------------------------------------------------------------------------
+# --- environment
+# -----------------------------------------------------------------------------------------------------
 
 
 def native_library_path() -> str | None:
@@ -257,7 +268,8 @@ def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeou
 
     Args:
         force_tcp: take TCP whatever devices are found; otherwise demand the device that was asked for.
-        progress_timeout_s: seconds without a moved byte, or without an acknowledgement, before a descriptor fails.
+        progress_timeout_s: seconds without a moved byte, or without an acknowledgement, before a descriptor
+            fails.
         wait_timeout_s: bound of Mooncake's own blocking waits; must exceed the former.
     """
     defaults = {

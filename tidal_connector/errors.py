@@ -14,8 +14,8 @@
     ├── PeerLost               a peer does not answer, or came back as another incarnation
     └── NativeOpMissing        an operator has no implementation for this machine
 
-Lower floors raise; only ``vllm_plugin`` turns an error into what vLLM understands. Each message is one line that
-names the field, the value, what was expected, and how to mend it.
+Lower floors raise; only ``vllm_plugin`` turns an error into what vLLM understands. Each message is one line
+that names the field, the value, what was expected, and how to mend it.
 """
 
 from __future__ import annotations

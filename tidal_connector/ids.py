@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names that travel through the package, as distinct types.
 
-Host and device page ids are different types although both are integers: with vLLM's block ids used for both (design
-D1) they are often equal, and that is exactly when mixing them up goes unnoticed.
+Host and device page ids are different types although both are integers: with vLLM's block ids used for both
+(design D1) they are often equal, and that is exactly when mixing them up goes unnoticed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only owner of addresses: layer, region kind and page become (address, length).
 
-A *region* is one cache of one layer: its latents or its index keys. A :class:`KVLayout` says what a model's regions are
-(it is what two engines must agree on, by :meth:`KVLayout.fingerprint`); a :class:`Placement` says where one process
-keeps them (page size, page count and addresses may differ between peers).
+A *region* is one cache of one layer: its latents or its index keys. A :class:`KVLayout` says what a model's
+regions are (it is what two engines must agree on, by :meth:`KVLayout.fingerprint`); a :class:`Placement`
+says where one process keeps them (page size, page count and addresses may differ between peers).
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not (0 <= page < self.pages and 0 <= row < self.page_tokens):
             raise LayoutMismatch(
-                f"{self.kind} layer {self.layer}: page {page} row {row} is outside {self.pages} pages of {self.page_tokens} rows"
+                f"{self.kind} layer {self.layer}: page {page} row {row} is outside "
+                f"{self.pages} pages of {self.page_tokens} rows"
             )
         return self.base + page * self.page_stride + row * self.row_bytes
 
@@ -164,10 +165,19 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if want != have:
             missing = [item for item in want if item not in have]
             surplus = [item for item in have if item not in want]
-            raise LayoutMismatch(f"regions differ from the layout: missing {missing}, surplus {surplus} (kind, layer, row bytes)")
+            raise LayoutMismatch(
+                f"regions differ from the layout: missing {missing}, surplus {surplus} "
+                "(kind, layer, row bytes)"
+            )
         for region in self.regions:
-            if region.pages < 1 or region.page_tokens < 1 or region.page_stride < region.page_tokens * region.row_bytes:
-                raise LayoutMismatch(f"{region.kind} layer {region.layer}: pages overlap or are empty: {region!r}")
+            if (
+                region.pages < 1
+                or region.page_tokens < 1
+                or region.page_stride < region.page_tokens * region.row_bytes
+            ):
+                raise LayoutMismatch(
+                    f"{region.kind} layer {region.layer}: pages overlap or are empty: {region!r}"
+                )
 
 
 class BlockBudget(msgspec.Struct, frozen=True):
@@ -186,7 +196,9 @@ class BlockBudget(msgspec.Struct, frozen=True):
     limit: Home
 
 
-def blocks_within(pool_bytes: int, latent_block_bytes: int, device_bytes: int, index_block_bytes: int) -> BlockBudget:
+def blocks_within(
+    pool_bytes: int, latent_block_bytes: int, device_bytes: int, index_block_bytes: int
+) -> BlockBudget:
     """Divide host pool and device budget into blocks (design D2).
 
     Args:
@@ -203,7 +215,11 @@ def blocks_within(pool_bytes: int, latent_block_bytes: int, device_bytes: int, i
     blocks = min(pool_blocks, device_blocks)
     if blocks < 1:
         raise ConfigError(
-            f"no KV block fits: pool.bytes = {pool_bytes} holds {pool_blocks} blocks of {latent_block_bytes} bytes, the device budget of "
-            f"{device_bytes} bytes holds {device_blocks} blocks of {index_block_bytes} bytes; raise the smaller one"
+            f"no KV block fits: pool.bytes = {pool_bytes} holds {pool_blocks} blocks of "
+            f"{latent_block_bytes} bytes, the device budget of "
+            f"{device_bytes} bytes holds {device_blocks} blocks of {index_block_bytes} bytes; "
+            "raise the smaller one"
         )
-    return BlockBudget(blocks, pool_blocks, device_blocks, Home.HOST if pool_blocks <= device_blocks else Home.DEVICE)
+    return BlockBudget(
+        blocks, pool_blocks, device_blocks, Home.HOST if pool_blocks <= device_blocks else Home.DEVICE
+    )

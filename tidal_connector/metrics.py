@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain counters and gauges, without a metrics library.
 
-A worker counts into one :class:`Counters`; ``vllm_plugin`` takes a snapshot each step and hands it to vLLM's own stats and
-Prometheus hooks. Counting never raises: an unknown name is a programming error that a test finds, not a reason to fail a
-request.
+A worker counts into one :class:`Counters`; ``vllm_plugin`` takes a snapshot each step and hands it to vLLM's
+own stats and Prometheus hooks. Counting never raises: an unknown name is a programming error that a test
+finds, not a reason to fail a request.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ GAUGES: Mapping[str, str] = {
     "pool_bytes": "bytes of the host pool",
     "pool_hugepage_bytes": "bytes of the host pool that lie on hugepages",
     "peers": "peers with a live session",
+    "device_bytes_per_token": "bytes that one token's KV takes on the device, over all layers",
+    "kv_bytes_per_token": "bytes of one token's KV, latents and index keys, over all layers",
+    "kv_layers": "decoder layers with KV",
 }
 """Every gauge and what it shows."""
 

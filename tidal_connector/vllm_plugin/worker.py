@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warehouse half of the connector: lives in vLLM's worker, owns the bytes, carries out what the
+scheduler half decided.
+
+Everything with a thread, a socket or a registration is opened in :meth:`TidalWorker.register` through one
+``ExitStack`` and closed in :meth:`TidalWorker.close` in reverse order. vLLM's thread only hands intents to
+the rooms and reads their outcomes;
+it never waits for a peer, with one bounded exception: a preemption, whose pages vLLM is about to give to
+somebody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from tidal_connector.control.loop import ControlLoop
+from tidal_connector.control.messages import Identity
+from tidal_connector.decode.receiver import Receiver
+from tidal_connector.errors import LayoutMismatch
+from tidal_connector.ids import DevicePageId, EngineId, HostPageId, RequestId, TransferId, new_incarnation
+from tidal_connector.layout import Home, KVLayout, Region, RegionKind
+from tidal_connector.log import get_logger
+from tidal_connector.memory.region import MemoryRegion
+from tidal_connector.metrics import Counters
+from tidal_connector.prefill.sender import Sender
+from tidal_connector.transfer.plane import TransferPlane, open_plane
+from tidal_connector.vllm_plugin.metadata import Receive, TidalHandshake, TidalMetadata
+from tidal_connector.vllm_plugin.stats import Gains, TidalStats
+from tidal_connector.vllm_plugin.translate import (
+    EngineFacts,
+    layer_index,
+    model_layout,
+    place_caches,
+    placement_of,
+    storages,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
+
+IDLE_WAIT_S = 0.005
+"""How long a step without tokens waits for an outcome. An engine with an outstanding transfer steps in a
+closed loop; without the wait it takes a core from the engine that sends (seen: 100 % of one of two cores)."""
+
+
+def _nothing() -> None:
+    """Wake nobody: receipts before the loop exists concern nobody."""
+
+
+class Outcomes:
+    """What one poll hands to vLLM."""
+
+    __slots__ = ("failed", "failed_blocks", "received", "sent")
+
+    def __init__(self) -> None:
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.failed_blocks: set[int] = set()
+
+
+class TidalWorker:
+    """Worker half of one engine.
+
+    Args:
+        vllm_config: vLLM's configuration, for the model's layout.
+        facts: the translated settings.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, facts: EngineFacts) -> None:
+        self._vllm_config = vllm_config
+        self._facts = facts
+        self._stack = contextlib.ExitStack()
+        self._counters = Counters()
+        self._gains = Gains()
+        self._pool: MemoryRegion | None = None
+        self._host_layers: frozenset[str] = frozenset()
+        self._regions: dict[str, Region] = {}
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._handshake: TidalHandshake | None = None
+        self._latent_bytes = 0
+        self._wake: Callable[[], None] = _nothing
+        self._step = TidalMetadata()
+        self._saved: set[int] = set()
+        self._receives: dict[str, Receive] = {}
+        self._opened: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    # --- start and end
+    # -------------------------------------------------------------------------------------------------
+
+    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str]) -> None:
+        """Take the host pool over from the model runner; it is closed after everything that reads or writes
+        it.
+        """
+        self._pool = self._stack.enter_context(pool)
+        self._host_layers = frozenset(latent_layers)
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the caches lie, register them with the transport, and start to listen.
+
+        Args:
+            caches: vLLM's views by layer name.
+
+        Raises:
+            LayoutMismatch: a cache is of no known kind, or offload is on and no pool was adopted.
+            TransferFailed: the transport cannot start or refuses the memory.
+        """
+        facts, config = self._facts, self._facts.config
+        if facts.offload and self._pool is None:
+            raise LayoutMismatch(
+                'offload = "on", but this platform keeps the latents on the device; set offload = "off"'
+            )
+        placed = place_caches(caches, self._host_layers)
+        self._regions = dict(placed)
+        self._latent_bytes = next(
+            caches[name].element_size() for name, r in placed if r.kind is RegionKind.LATENT
+        )
+        layout = model_layout(self._vllm_config, caches, placed, config.weights)
+        placement = placement_of(placed)
+        placement.check(layout)
+        plane = self._open_plane(caches)
+        identity = Identity(engine=facts.engine, incarnation=new_incarnation(), rank=0, size=1)
+        if facts.producer:
+            self._sender = Sender(layout, placement, plane, self._counters, config.control)
+        if facts.consumer:
+            self._receiver = Receiver(
+                layout, placement, plane, self._counters, config.control, config.quarantine_s
+            )
+        loop = ControlLoop(
+            identity,
+            config.control,
+            layout,
+            placement,
+            plane,
+            self._counters,
+            sender=self._sender,
+            receiver=self._receiver,
+        )
+        self._wake = loop.wake
+        self._stack.enter_context(loop)
+        self._handshake = TidalHandshake(control=loop.address, incarnation=identity.incarnation)
+        self._report(layout, loop.address)
+
+    def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
+        config = self._facts.config
+        host = config.transfer.host or (config.control.advertise or config.control.bind).rsplit(":", 1)[
+            0
+        ].strip("[]")
+        plane = self._stack.enter_context(open_plane(config, host, self._woken))
+        pool = self._pool
+        if pool is not None:
+            plane.register(pool.address, pool.length, Home.HOST)
+        for address, length in storages(caches):
+            if pool is None or not pool.address <= address < pool.address + pool.length:
+                plane.register(address, length, Home.DEVICE)
+        return plane
+
+    def _woken(self) -> None:
+        self._wake()
+
+    def _report(self, layout: KVLayout, address: str) -> None:
+        latent, index = layout.row_bytes(RegionKind.LATENT), layout.row_bytes(RegionKind.INDEX)
+        layers = len({region.layer for region in layout.regions})
+        on_device = index if self._pool is not None else latent + index
+        pool = self._pool
+        self._counters.set("pool_bytes", pool.length if pool else 0)
+        self._counters.set("pool_hugepage_bytes", pool.report.hugepage_bytes if pool else 0)
+        self._counters.set("device_bytes_per_token", on_device)
+        self._counters.set("kv_bytes_per_token", latent + index)
+        self._counters.set("kv_layers", layers)
+        logger.info(
+            "engine %s listens on %s: %d layers, %d latent + %d index bytes per token, "
+            "%.1f device bytes per token and layer%s, layout %s",
+            self._facts.engine,
+            address,
+            layers,
+            latent,
+            index,
+            on_device / layers,
+            f", pool {pool.report.line()}" if pool else "",
+            layout.fingerprint(),
+        )
+
+    def handshake(self) -> TidalHandshake | None:
+        """Return what the scheduler half must know: the control address that was really bound."""
+        return self._handshake
+
+    def close(self) -> None:
+        """Say goodbye to the peers and close everything, last opened first. Idempotent."""
+        self._stack.close()
+
+    # --- one step
+    # ------------------------------------------------------------------------------------------------------
+
+    def preempted(self, metadata: TidalMetadata) -> None:
+        """Stop reading the pages that vLLM has just taken back, before the forward pass that may write
+        them.
+        """
+        sender = self._sender
+        if sender is None or not metadata.preempted:
+            return
+        for request in metadata.preempted:
+            sender.unready(RequestId(request), 0)
+        quiet = sender.quiesce([RequestId(r) for r in metadata.preempted], self._facts.config.control.stall_s)
+        if not quiet:
+            logger.error(
+                "preempted pages are still being read after %.1f s; their transfers fail",
+                self._facts.config.control.stall_s,
+            )
+            for request in metadata.preempted:
+                sender.abort(RequestId(request), "its pages were taken by a preemption")
+
+    def bind(self, metadata: TidalMetadata) -> None:
+        """Take the step's intents. Called first in each step on both host versions (design D7)."""
+        self._step = metadata
+        self._saved.clear()
+        if self._receiver is not None:
+            self._bind_receives(metadata, self._receiver)
+        if self._sender is not None:
+            self._bind_sends(metadata, self._sender)
+
+    def _bind_receives(self, metadata: TidalMetadata, receiver: Receiver) -> None:
+        for decline in metadata.declines:
+            receiver.decline(
+                TransferId(decline.transfer), EngineId(decline.engine), decline.control, decline.reason
+            )
+        for item in metadata.receives:
+            self._receives[item.request] = item
+            receiver.reserve(
+                RequestId(item.request),
+                TransferId(item.transfer),
+                EngineId(item.engine),
+                item.control,
+                item.first,
+                item.end,
+                [HostPageId(page) for page in item.pages],
+                [DevicePageId(page) for page in item.pages],
+            )
+        for request, reason in metadata.aborts:
+            receiver.abort(RequestId(request), reason)
+
+    def _bind_sends(self, metadata: TidalMetadata, sender: Sender) -> None:
+        for chunk in metadata.chunks:
+            request = RequestId(chunk.request)
+            sender.open(request, TransferId(chunk.transfer), chunk.hold_s)
+            sender.pages(request, [DevicePageId(page) for page in chunk.pages])
+            self._opened.add(chunk.request)
+        for end in metadata.ends:
+            request = RequestId(end.request)
+            if end.request not in self._opened:
+                sender.open(request, TransferId(end.transfer), None)
+            self._opened.discard(end.request)
+            if end.reason:
+                sender.abort(request, end.reason)
+            else:
+                sender.finish(request, end.total)
+
+    def layer_saved(self, layer_name: str) -> None:
+        """Announce that a layer's rows of this step are written, latents and index keys."""
+        self._announce(layer_index(layer_name))
+
+    def _announce(self, layer: int) -> None:
+        sender = self._sender
+        if sender is None or layer in self._saved or not self._step.chunks:
+            return
+        self._saved.add(layer)
+        sender.ready_many((layer,), [(RequestId(c.request), c.first, c.end) for c in self._step.chunks])
+
+    def step_saved(self) -> None:
+        """Announce the layers that no hook announced, and note which prompts are now complete."""
+        sender = self._sender
+        if sender is None or not self._step.chunks:
+            return
+        at = time.monotonic()
+        for region in self._regions.values():
+            self._announce(region.layer)
+        for chunk in self._step.chunks:
+            if chunk.done:
+                sender.prefill_done(RequestId(chunk.request), at)
+
+    def poll(self) -> Outcomes:
+        """Collect what ended since the last poll; a step without tokens waits a moment for it."""
+        if not self._step.scheduled and self._step.waiting:
+            self._wait(IDLE_WAIT_S)
+        found = Outcomes()
+        if self._sender is not None:
+            found.sent = {outcome.request for outcome in self._sender.outcomes()}
+        if self._receiver is not None:
+            for outcome in self._receiver.outcomes():
+                self._received(outcome.request, outcome.ok, outcome.reason, found)
+        self._failed_blocks = found.failed_blocks
+        return found
+
+    def _wait(self, seconds: float) -> None:
+        # An engine of both roles waits on the receiver only: what it awaits delays a request, what it sends
+        # delays none.
+        if self._receiver is not None:
+            self._receiver.wait(seconds)
+        elif self._sender is not None:
+            self._sender.wait(seconds)
+
+    def _received(self, request: RequestId, ok: bool, reason: str, found: Outcomes) -> None:
+        item = self._receives.pop(request, None)
+        if item is None:
+            return
+        found.received.add(request)
+        if not ok:
+            logger.warning("request %s: its KV did not arrive: %s", request, reason)
+            found.failed.add(request)
+            found.failed_blocks.update(item.pages)
+        elif item.sabotage is not None:
+            self._corrupt(item)
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks of the receives that failed in the last poll (for hosts that take blocks, not
+        requests).
+        """
+        return self._failed_blocks
+
+    def stats(self) -> TidalStats | None:
+        """Return what the counters gained since the last call."""
+        return self._gains.since_last(self._counters.snapshot())
+
+    def _corrupt(self, item: Receive) -> None:
+        """Turn the signs of one latent row that landed, to prove that a test bed notices
+        (``allow_sabotage``).
+        """
+        assert item.sabotage is not None
+        wanted = (RegionKind.LATENT, item.sabotage.layer)
+        region = next(r for r in self._regions.values() if (r.kind, r.layer) == wanted)
+        block_size = region.page_tokens
+        page = item.pages[item.sabotage.token // block_size - item.first // block_size]
+        address = region.address(page, item.sabotage.token % block_size)
+        row = (ctypes.c_ubyte * region.row_bytes).from_address(address)
+        width = self._latent_bytes
+        for index in range(width - 1, region.row_bytes, width):
+            row[index] ^= 0x80
+        logger.warning(
+            "request %s: corrupted layer %d token %d on request",
+            item.request,
+            item.sabotage.layer,
+            item.sabotage.token,
+        )
