@@ -37,7 +37,7 @@ def test_a_ticket_ends_with_its_last_descriptor() -> None:
     feed.ended(second.key, "", 2.0)
     assert feed.take_finished() == []
     feed.ended(first.key, "", 3.0)
-    assert feed.take_finished() == [Receipt(A, True, 15, 1.0, 3.0)]
+    assert feed.take_finished() == [Receipt(A, True, 15, 1.0, 3.0, drained=True)]
     assert feed.idle
 
 
@@ -67,8 +67,8 @@ def test_stopping_a_ticket_leaves_the_others() -> None:
     assert following is not None
     feed.ended(following.key, "", 3.0)
     assert feed.take_finished() == [
-        Receipt(A, False, 10, 1.0, 2.0, "cancelled"),
-        Receipt(B, True, 10, 2.0, 3.0),
+        Receipt(A, False, 10, 1.0, 2.0, "cancelled", drained=True),
+        Receipt(B, True, 10, 2.0, 3.0, drained=True),
     ]
 
 
@@ -80,14 +80,17 @@ def test_stopping_what_was_handed_on_completely_changes_nothing() -> None:
     feed.stop(A, "cancelled", 1.0)
     feed.ended(flying.key, "", 2.0)
     feed.stop(A, "cancelled", 3.0)
-    assert feed.take_finished() == [Receipt(A, True, 10, 1.0, 2.0)]
+    assert feed.take_finished() == [Receipt(A, True, 10, 1.0, 2.0, drained=True)]
 
 
 def test_nothing_to_move_is_done_at_once() -> None:
     feed = Feed(window=1, largest=10)
     feed.add(A, [], 5.0)
     feed.add(B, bytes_of(0), 6.0)
-    assert feed.take_finished() == [Receipt(A, True, 0, 5.0, 5.0), Receipt(B, True, 0, 6.0, 6.0)]
+    assert feed.take_finished() == [
+        Receipt(A, True, 0, 5.0, 5.0, drained=True),
+        Receipt(B, True, 0, 6.0, 6.0, drained=True),
+    ]
 
 
 def test_when_the_transport_is_gone_everything_ends_as_failed() -> None:

@@ -27,7 +27,17 @@ class Descriptor(msgspec.Struct, frozen=True):
 class _Job:
     """One ticket on its way."""
 
-    __slots__ = ("acknowledged", "added", "following", "in_flight", "reason", "rest", "started", "ticket")
+    __slots__ = (
+        "acknowledged",
+        "added",
+        "clean",
+        "following",
+        "in_flight",
+        "reason",
+        "rest",
+        "started",
+        "ticket",
+    )
 
     def __init__(self, ticket: Ticket, rest: Iterator[Run], added: float) -> None:
         self.ticket = ticket
@@ -38,6 +48,7 @@ class _Job:
         self.in_flight = 0
         self.acknowledged = 0
         self.reason = ""
+        self.clean = True
 
 
 class Feed:
@@ -102,6 +113,7 @@ class Feed:
         job, run = self._flying.pop(key)
         job.in_flight -= 1
         if reason:
+            job.clean = False
             self._stop(job, reason)
         else:
             job.acknowledged += run.length
@@ -142,4 +154,6 @@ class Feed:
     def _end(self, job: _Job, now: float) -> None:
         del self._jobs[job.ticket]
         started = job.added if job.started is None else job.started
-        self._finished.append(Receipt(job.ticket, not job.reason, job.acknowledged, started, now, job.reason))
+        self._finished.append(
+            Receipt(job.ticket, not job.reason, job.acknowledged, started, now, job.reason, job.clean)
+        )

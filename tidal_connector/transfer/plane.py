@@ -35,6 +35,8 @@ class Receipt(msgspec.Struct, frozen=True):
         started: when its first descriptor was handed on (monotonic seconds); its submission if none was.
         finished: when its last descriptor ended (monotonic seconds).
         reason: why it failed; empty when ok.
+        drained: every descriptor that was handed on was acknowledged, so that nothing can land late; true for
+            ok, and for a cancelled ticket whose descriptors in flight all ended well.
     """
 
     ticket: Ticket
@@ -43,6 +45,7 @@ class Receipt(msgspec.Struct, frozen=True):
     started: float
     finished: float
     reason: str = ""
+    drained: bool = False
 
 
 class TransferPlane(abc.ABC):
