@@ -23,7 +23,9 @@ die() {
 digest() { cat -- "$@" | sha256sum | cut -d' ' -f1; }
 is_current() { [[ -f "$venv/$1" && "$(<"$venv/$1")" == "$2" ]]; }
 
-# Runs a command with its output in the log; says every 10 seconds that it is still at work, and on failure shows the end of the log.
+packages_in_place() { find "$venv" -maxdepth 4 -name '*.dist-info' 2>/dev/null | wc -l; }
+
+# Runs a command with its output in the log; says every 10 seconds how far it is, and on failure shows the end of the log.
 quietly() {
   local what=$1 began=$SECONDS job shown=0
   shift
@@ -36,7 +38,7 @@ quietly() {
     sleep 0.2
     if ((SECONDS - began >= shown + 10)); then
       shown=$((SECONDS - began))
-      say "  ... ${shown} s: $(tail -n 1 "$log" | cut -c1-100)"
+      say "  ... ${shown} s, $(packages_in_place) packages in place"
     fi
   done
   local outcome=0
@@ -90,7 +92,8 @@ ensure_debian_packages() {
 install_torch() {
   local pin
   pin=$(grep -E '^torch==' "$lock")
-  "$venv/bin/pip" show -q torch >/dev/null 2>&1 && "$venv/bin/pip" freeze | grep -qxF "$pin" && return
+  "$venv/bin/python" -c 'import sys; from importlib.metadata import version as v; sys.exit("torch==" + v("torch") != sys.argv[1])' \
+    "$pin" 2>/dev/null && return
   quietly "$pin" "$venv/bin/pip" install --progress-bar off --no-deps "$pin" && return
   say "  $pin is not in the usual index; asking PyTorch's own"
   quietly "$pin" "$venv/bin/pip" install --progress-bar off --no-deps --index-url "$torch_index" "$pin" ||
@@ -109,8 +112,8 @@ exec 9>build/.setup.lock
 flock 9 # a second make waits here and then finds the work done
 : >"$log"
 ensure_debian_packages
-if [[ ! -x "$venv/bin/python" ]]; then
-  quietly "$venv with $("$python" -V)" "$python" -m venv "$venv" || die "no virtual environment could be made in $venv"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or its making was interrupted
+  quietly "$venv with $("$python" -V)" "$python" -m venv --clear "$venv" || die "no virtual environment could be made in $venv"
 fi
 if ! is_current .stamp-packages "$packages_key"; then
   install_torch

@@ -7,6 +7,5 @@ namespace nb = nanobind;
 
 NB_MODULE(_native, module) {
   module.doc() = "Native operators of tidal_connector; use tidal_connector.ops, which checks arguments.";
-  module.def(
-      "version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
+  module.def("version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
 }

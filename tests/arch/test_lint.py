@@ -11,7 +11,6 @@ import pytest
 
 from tests.arch.source import ROOT, tracked_files
 
-
 BIN = Path(sys.executable).parent
 
 
