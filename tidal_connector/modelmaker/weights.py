@@ -48,14 +48,18 @@ class Recipe:
         attention: gain of each layer's attention output into the context lane.
         mlp: gain of each layer's MLP output into the context lane.
         head: spread of the logits.
+        successor: liking for the current token's successor, in units of ``head``.
+        repeat: dislike of the current token, in units of ``head``.
     """
 
-    context: float = 0.5
-    query: float = 0.5
-    key_rope: float = 0.7
-    attention: float = 3.0
-    mlp: float = 0.3
-    head: float = 5.0
+    context: float = 0.2
+    query: float = 0.7
+    key_rope: float = 1.0
+    attention: float = 0.6
+    mlp: float = 0.1
+    head: float = 10.0
+    successor: float = 0.3
+    repeat: float = 1.0
 
 
 class _Draw:
@@ -119,7 +123,14 @@ def _ends(shape: ModelShape, draw: _Draw, recipe: Recipe) -> Iterator[tuple[str,
     head = torch.zeros(shape.vocab, shape.hidden)
     width = shape.hidden - lane
     head[:, lane:] = draw.normal("head", shape.vocab, width, recipe.head / math.sqrt(width))
-    # The constant of the code lane acts as a bias that keeps special and unprintable tokens out of greedy output.
+    # The code lane adds what a real model's bigrams would: a liking for one successor, a dislike of repetition. Without it,
+    # greedy output of so small a model falls into a loop of one or two tokens and hides what the context says.
+    codes = embedding[:, 1:CODE]
+    ring = [PRINTABLE[i] for i in draw.order("ring", len(PRINTABLE))]
+    before = torch.tensor(ring[-1:] + ring[:-1])
+    head[:, 1:CODE] -= codes * (recipe.repeat * recipe.head / (CODE - 1))
+    head[torch.tensor(ring), 1:CODE] += codes[before] * (recipe.successor * recipe.head / (CODE - 1))
+    # The constant acts as a bias that keeps special and unprintable tokens out of greedy output.
     hidden_tokens = [token for token in range(shape.vocab) if token not in PRINTABLE]
     head[hidden_tokens, 0] = -12.0 * recipe.head
     yield "lm_head.weight", head
