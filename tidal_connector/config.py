@@ -186,7 +186,7 @@ def parse_bytes(field: str, value: int | str) -> int:
         number = float(digits)
     except ValueError:
         number = -1.0
-    if unit not in _UNITS or number <= 0:
+    if unit not in _UNITS or not 0 < number < 1 << 60:
         raise ConfigError(f'{field} = {value!r}: expected bytes or a text such as "512MiB" or "2GiB"')
     return int(number * _UNITS[unit])
 

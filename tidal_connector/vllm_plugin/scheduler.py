@@ -40,6 +40,7 @@ class _Sending:
     pages: list[int] = field(default_factory=list)
     announced: int = 0
     held: bool = False
+    gone: bool = False
 
 
 class TidalScheduler:
@@ -128,7 +129,7 @@ class TidalScheduler:
     def _chunks(self, output: SchedulerOutput) -> Iterable[SendChunk]:
         for new in output.scheduled_new_reqs:
             sending = self._sending.get(new.req_id)
-            if sending is not None:
+            if sending is not None and not sending.gone:
                 sending.pages = list(new.block_ids[0])
                 yield from self._chunk(new.req_id, sending, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
@@ -136,7 +137,7 @@ class TidalScheduler:
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             sending = self._sending.get(request_id)
-            if sending is None:
+            if sending is None or sending.gone:
                 continue
             added = list(blocks[0]) if blocks else []
             resumed = request_id in cached.resumed_req_ids
@@ -181,7 +182,7 @@ class TidalScheduler:
         complete = not aborted and request.num_computed_tokens >= sending.prompt
         reason = "" if complete else f"the prefill request ended early ({request.status.name})"
         self._next.ends.append(SendEnd(request_id, sending.transfer, sending.prompt, reason))
-        if not sending.pages:
+        if sending.gone or not sending.pages:
             del self._sending[request_id]
             return False, None
         sending.held = True
@@ -211,7 +212,11 @@ class TidalScheduler:
 
     def filter_output(self, output: KVConnectorOutput) -> None:
         """Drop ids that vLLM no longer tracks, in place, and forget those that it now hears."""
-        sent = {r for r in output.finished_sending or () if r in self._sending and self._sending[r].held}
+        ended = {r for r in output.finished_sending or () if r in self._sending}
+        sent = {r for r in ended if self._sending[r].held}
+        for request_id in ended - sent:
+            # The transfer ended (its peer gave it up) while vLLM still computes the request.
+            self._sending[request_id].gone = True
         received = {r for r in output.finished_recving or () if r in self._receiving}
         for request_id in sent:
             del self._sending[request_id]

@@ -92,6 +92,7 @@ class TidalWorker:
         self._saved: set[int] = set()
         self._receives: dict[str, Receive] = {}
         self._opened: set[str] = set()
+        self._gone: set[str] = set()
         self._failed_blocks: set[int] = set()
 
     # --- start and end
@@ -250,11 +251,16 @@ class TidalWorker:
 
     def _bind_sends(self, metadata: TidalMetadata, sender: Sender) -> None:
         for chunk in metadata.chunks:
+            if chunk.request in self._gone:
+                continue
             request = RequestId(chunk.request)
             sender.open(request, TransferId(chunk.transfer), chunk.hold_s)
             sender.pages(request, [DevicePageId(page) for page in chunk.pages])
             self._opened.add(chunk.request)
         for end in metadata.ends:
+            if end.request in self._gone:
+                self._gone.discard(end.request)
+                continue
             request = RequestId(end.request)
             if end.request not in self._opened:
                 sender.open(request, TransferId(end.transfer), None)
@@ -294,6 +300,8 @@ class TidalWorker:
         found = Outcomes()
         if self._sender is not None:
             found.sent = {outcome.request for outcome in self._sender.outcomes()}
+            self._gone |= found.sent & self._opened
+            self._opened -= found.sent
         if self._receiver is not None:
             for outcome in self._receiver.outcomes():
                 self._received(outcome.request, outcome.ok, outcome.reason, found)

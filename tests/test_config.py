@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from tidal_connector.config import PageKind, Protocol, TidalConfig, load_config, parse_bytes
+from tidal_connector.errors import ConfigError
+
+
+def test_nothing_given_means_the_documented_defaults() -> None:
+    config = load_config({})
+    assert config == TidalConfig()
+    assert config.pool.size == 1 << 30
+    assert config.control.bind == "127.0.0.1:0"
+
+
+def test_a_full_configuration_is_taken_over() -> None:
+    config = load_config(
+        {
+            "offload": "on",
+            "pool": {"bytes": "2 GiB", "pages": "2m", "numa": 0, "prefault": False},
+            "control": {"bind": "127.0.0.1:7100", "lease_s": 3, "quarantine_s": 0.5},
+            "transfer": {"protocol": "rdma", "window": 4},
+            "peers": {"prefill-0": "127.0.0.1:7100"},
+        }
+    )
+    assert config.pool.size == 2 << 30
+    assert config.pool.pages is PageKind.HUGE_2M
+    assert config.transfer.protocol is Protocol.RDMA
+    assert config.quarantine_s == 0.5
+
+
+@pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 120.0), ("rdma", 10.0), ("ascend", 10.0)])
+def test_quarantine_follows_the_transport(protocol: str, seconds: float) -> None:
+    assert load_config({"transfer": {"protocol": protocol}}).quarantine_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"poool": {}}, ("'poool'", "did you mean 'pool'")),
+        ({"pool": {"byte": 1}}, ("'pool.byte'", "did you mean 'pool.bytes'")),
+        ({"control": {"xyzzy": 1}}, ("'control.xyzzy'", "known:", "lease_s")),
+        ({"pool": {"bytes": "lots"}}, ("pool.bytes = 'lots'", '"2GiB"')),
+        ({"pool": {"bytes": 0}}, ("pool.bytes", ">= 1")),
+        ({"pool": {"pages": "3m"}}, ("3m", "pool.pages")),
+        ({"control": {"lease_s": -1}}, ("control.lease_s", "> 0")),
+        ({"control": {"lease_s": "soon"}}, ("control.lease_s", "float")),
+        ({"transfer": {"window": 99}}, ("transfer.window", "<= 32")),
+        ({"offload": "maybe"}, ("maybe", "offload")),
+        ({"peers": {"p": 1}}, ("peers", "str")),
+    ],
+)
+def test_a_bad_setting_gets_one_line_that_names_it(given: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (7, 7),
+        ("1024", 1024),
+        ("1KiB", 1024),
+        ("1.5 MiB", 3 << 19),
+        ("3gib", 3 << 30),
+        ("1TiB", 1 << 40),
+        ("9B", 9),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1GB", "1 XiB", "0", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="x = "):
+        parse_bytes("x", text)
