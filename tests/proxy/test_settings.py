@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's settings refuse what they cannot use, in words that help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidal_connector.errors import ConfigError
+from tidal_connector.proxy.settings import (
+    ProxyConfig,
+    check_config,
+    parse_decode,
+    parse_prefill,
+    read_config,
+)
+
+GOOD = """
+listen = "127.0.0.1:8000"
+[[prefill]]
+engine = "prefill-0"
+url = "http://127.0.0.1:8100"
+control = "127.0.0.1:7100"
+[[decode]]
+engine = "decode-0"
+url = "http://127.0.0.1:8200"
+"""
+
+
+def read(folder: Path, text: str) -> ProxyConfig:
+    file = folder / "proxy.toml"
+    file.write_text(text)
+    return check_config(read_config(file))
+
+
+def test_a_good_file_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, GOOD)
+    assert config.prefill[0].control == "127.0.0.1:7100"
+    assert config.decode[0].engine == "decode-0"
+    assert config.address() == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("control =", "controll ="), "unknown key 'prefill.controll'; did you mean 'prefill.control'?"),
+        (("listen =", "lisen ="), "unknown key 'lisen'; did you mean 'listen'?"),
+        (('url = "http://127.0.0.1:8200"', "url = 3"), "Expected `str`"),
+        (("http://127.0.0.1:8200", "127.0.0.1:8200"), "expected http://host:port"),
+        (("127.0.0.1:7100", "7100"), "control = '7100': expected host:port"),
+        (("127.0.0.1:8000", "localhost"), "listen = 'localhost': expected host:port"),
+        (("[[decode]]", "[[prefill]]"), "no decode engine; give [[decode]]"),
+        (("listen =", "[timeouts]\nkeepalive_s = 5.0\n#"), "timeouts.keepalive_s"),
+        (("listen =", "listen"), "proxy.toml"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        read(tmp_path, GOOD.replace(*change))
+    assert words in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_an_engine_id_may_be_used_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'decode-0' is named twice"):
+        read(tmp_path, GOOD + '[[decode]]\nengine = "decode-0"\nurl = "http://127.0.0.1:1"\n')
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
+        read_config(tmp_path / "absent.toml")
+
+
+def test_engines_can_be_given_as_options() -> None:
+    prefill = parse_prefill("p=http://h:1,h:2")
+    assert (prefill.engine, prefill.url, prefill.control) == ("p", "http://h:1", "h:2")
+    assert parse_prefill("p=http://h:1").control == ""
+    assert parse_decode("d=http://h:1").url == "http://h:1"
+
+
+@pytest.mark.parametrize("text", ["", "p", "p=", "=http://h:1"])
+def test_options_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected ID=URL"):
+        parse_prefill(text)
+    with pytest.raises(ConfigError, match="expected ID=URL"):
+        parse_decode(text)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy's settings: engines, bounds of every wait, and how they are read from TOML or the command line.
+
+Pure; read once at start by the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import tomllib
+
+from tidal_connector.config import Positive, convert_strict
+from tidal_connector.errors import ConfigError
+
+UVICORN_KEEPALIVE_S = 5.0
+"""Seconds after which the engines' HTTP server closes an idle connection."""
+
+KeepAlive = Annotated[float, msgspec.Meta(gt=0, lt=UVICORN_KEEPALIVE_S)]
+
+
+class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of every wait, in seconds.
+
+    Attributes:
+        connect_s: to open a connection to an engine, or to hand it the request.
+        prefill_s: for the prefill engine's whole answer; choose it above the longest prompt's prefill and its
+            queue.
+        decode_s: for the decode engine's whole answer, from dispatch to the last byte.
+        stall_s: between two pieces of a stream that has begun.
+        keepalive_s: how long an idle connection is kept; below the engines' own bound, so that no request is
+            sent into a connection that is just being closed.
+        health_s: for an engine's answer to a health check or a list of models.
+        cooldown_s: how long an engine that could not be reached is chosen only if there is no other.
+    """
+
+    connect_s: Positive = 5.0
+    prefill_s: Positive = 900.0
+    decode_s: Positive = 3600.0
+    stall_s: Positive = 300.0
+    keepalive_s: KeepAlive = 3.0
+    health_s: Positive = 2.0
+    cooldown_s: Positive = 5.0
+
+
+class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prefill engine.
+
+    Attributes:
+        engine: its engine id.
+        url: base URL of its HTTP server.
+        control: ``host:port`` of its control channel, told to the decode engine; empty where the decode
+            engine knows it by its own ``peers`` table.
+    """
+
+    engine: str
+    url: str
+    control: str = ""
+
+
+class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decode engine: its engine id and the base URL of its HTTP server."""
+
+    engine: str
+    url: str
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that the proxy's file may hold.
+
+    Attributes:
+        listen: ``host:port`` to serve on.
+        prefill, decode: the engines; at least one of each.
+        timeouts: bounds of every wait.
+        retries: further attempts after an engine could not be reached or answered 5xx before the client got a
+            byte.
+        max_body_bytes: largest request body.
+    """
+
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[Decode, ...] = ()
+    listen: str = "127.0.0.1:8000"
+    timeouts: Timeouts = Timeouts()
+    retries: Annotated[int, msgspec.Meta(ge=0, le=5)] = 1
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 32 << 20
+
+    def address(self) -> tuple[str, int]:
+        """Return host and port of ``listen``.
+
+        Raises:
+            ConfigError: it is not ``host:port``.
+        """
+        return host_and_port("listen", self.listen)
+
+
+def read_config(path: Path) -> ProxyConfig:
+    """Read the proxy's TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, or holds an unknown key or a wrong value.
+    """
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"proxy configuration {path}: {error}") from None
+    return convert_strict(ProxyConfig, given, f"proxy configuration {path}")
+
+
+def parse_prefill(text: str) -> Prefill:
+    """Turn ``ID=URL`` or ``ID=URL,HOST:PORT`` (control channel) into a prefill engine.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    engine, separator, rest = text.partition("=")
+    url, _, control = rest.partition(",")
+    if not (engine and separator and url):
+        raise ConfigError(f"--prefill {text!r}: expected ID=URL or ID=URL,CONTROL_HOST:PORT")
+    return Prefill(engine=engine, url=url, control=control)
+
+
+def parse_decode(text: str) -> Decode:
+    """Turn ``ID=URL`` into a decode engine.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    engine, separator, url = text.partition("=")
+    if not (engine and separator and url):
+        raise ConfigError(f"--decode {text!r}: expected ID=URL")
+    return Decode(engine=engine, url=url)
+
+
+def check_config(config: ProxyConfig) -> ProxyConfig:
+    """Return the configuration if it can be served.
+
+    Raises:
+        ConfigError: a kind of engine is missing, an id is used twice, or an address has a wrong form.
+    """
+    config.address()
+    for kind, engines in (("prefill", config.prefill), ("decode", config.decode)):
+        if not engines:
+            raise ConfigError(f"proxy: no {kind} engine; give [[{kind}]] in the file or --{kind} ID=URL")
+        _refuse_repeated(kind, [item.engine for item in engines])
+        for item in engines:
+            parts = urlsplit(item.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port"
+                )
+    for prefill in config.prefill:
+        if prefill.control:
+            host_and_port(f"prefill {prefill.engine!r}: control", prefill.control)
+    return config
+
+
+def host_and_port(field: str, text: str) -> tuple[str, int]:
+    """Split ``host:port``; an IPv6 host stands in brackets.
+
+    Raises:
+        ConfigError: the text has another form, or the port is none.
+    """
+    host, separator, port = text.rpartition(":")
+    if not (separator and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(f"{field} = {text!r}: expected host:port")
+    return host.strip("[]"), int(port)
+
+
+def _refuse_repeated(kind: str, names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"proxy: {kind} engine {repeated[0]!r} is named twice; engine ids are unique")
