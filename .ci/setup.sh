@@ -118,7 +118,7 @@ fi
 if ! is_current .stamp-packages "$packages_key"; then
   install_torch
   count=$(grep -c '==' "$lock")
-  quietly "$count locked packages (about 1 minute)" \
+  quietly "$count locked packages (1 to 3 minutes)" \
     "$venv/bin/pip" install --progress-bar off --no-deps -r "$lock" || die "not every package of $lock could be installed; the log is $log"
   printf '%s\n' "$packages_key" >"$venv/.stamp-packages"
 fi
