@@ -135,6 +135,7 @@ class LoopbackPlane(TransferPlane):
         self._descriptor_bytes = descriptor_bytes
         self._endpoint = ""
         self._ranges = Ranges()
+        self._targets = Ranges()
         self._feeds: dict[str, Feed] = {}
         self._receipts: list[Receipt] = []
         self._next_ticket = 1
@@ -158,16 +159,18 @@ class LoopbackPlane(TransferPlane):
         if self._carrier.is_alive():
             self._carrier.join()
 
-    def register(self, address: int, length: int, home: Home) -> None:
-        """Make a range a source and a target."""
+    def register(self, address: int, length: int, home: Home, *, target: bool = True) -> None:
+        """Make a range a source and, by default, a target."""
         try:
             self._ranges.add(address, length)
+            if target:
+                self._targets.add(address, length)
         except ValueError as error:
             raise TransferFailed(f"register: {error}") from None
 
     def accepts(self, address: int, length: int) -> bool:
         """Say whether a peer may write these bytes."""
-        return self._ranges.covers(address, length)
+        return self._targets.covers(address, length)
 
     def endpoint(self) -> str:
         """Return the name on the fabric."""

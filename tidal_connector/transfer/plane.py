@@ -74,8 +74,15 @@ class TransferPlane(abc.ABC):
         Idempotent."""
 
     @abc.abstractmethod
-    def register(self, address: int, length: int, home: Home) -> None:
+    def register(self, address: int, length: int, home: Home, *, target: bool = True) -> None:
         """Make ``length`` bytes at ``address`` a source and a target, once, before peers connect.
+
+        Args:
+            address: first byte.
+            length: bytes.
+            home: kind of memory.
+            target: False keeps peers from writing there, where the transport allows it (prefill's caches
+                over TCP).
 
         Raises:
             TransferFailed: the transport refuses the range (it overlaps a registered one, or is empty).
