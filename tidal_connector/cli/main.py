@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tidal``: the commands, their options and exit statuses; the work is elsewhere.
+
+Exit status 0: done; 1: done, and the answer is no (a check failed); 2: wrong use or an error that has a clear
+text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tidal_connector import __version__
+from tidal_connector.errors import TidalError
+
+app = typer.Typer(
+    name="tidal",
+    help="Prefill pushes KV into decode's host pool: engines, proxy, demo and benchmarks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn an error that was raised on purpose into one message and exit status 2."""
+    try:
+        yield
+    except TidalError as error:
+        typer.echo(f"tidal: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def proxy(
+    config: Annotated[Path | None, typer.Option(help="TOML file (configs/proxy.toml).")] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="ID=URL[,CONTROL_HOST:PORT] of a prefill engine; repeatable.")
+    ] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="ID=URL of a decode engine; repeatable.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT to serve on; 127.0.0.1:8000 if not said.")
+    ] = None,
+) -> None:
+    """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""
+    from tidal_connector.cli.proxy import run_proxy
+
+    with clear_errors():
+        run_proxy(config, prefill or [], decode or [], listen)
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(
+    context: typer.Context,
+    role: Annotated[Literal["prefill", "decode", "both"], typer.Argument(help="What the engine does.")],
+    config: Annotated[Path, typer.Option(help="TOML file (configs/prefill.toml, configs/decode.toml).")],
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Show the command line instead of running it.")
+    ] = False,
+) -> None:
+    """A vLLM engine with the connector: tidal serve ROLE --config FILE -- VLLM_ARGUMENTS."""
+    from tidal_connector.cli.serve import run_serve
+
+    with clear_errors():
+        run_serve(role, config, context.args, print_only)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and proxies as processes: how they are configured, started, watched and ended."""
