@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's two entry points into the package: who is the platform, and what to prepare in each process.
 
-Both are called in every process of an engine (front end, engine core, workers), in no fixed order and more than once.
-Neither imports vLLM unless this is a CPU build that the package serves.
+Both are called in every process of an engine (front end, engine core, workers), in no fixed order and more
+than once. Neither imports vLLM unless this is a CPU build that the package serves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _log = get_logger(__name__)
 def platform_plugin() -> str | None:
     """Return the dotted name of our CPU platform, or None where another platform is in charge.
 
-    None on anything but a CPU build of vLLM 0.32 or later, and beside any other out-of-tree platform, so that the package
-    can be installed next to vllm-ascend or a CUDA build.
+    None on anything but a CPU build of vLLM 0.32 or later, and beside any other out-of-tree platform, so that
+    the package can be installed next to vllm-ascend or a CUDA build.
     """
     build = host_build()
     if build is None or not build[1] or build[0] < _OLDEST:
@@ -46,12 +46,12 @@ def register() -> None:
     """
     if platform_plugin() is None:
         return
-    from vllm.platforms import current_platform  # noqa: PLC0415 - resolved only after the platform plugins ran
+    from vllm.platforms import current_platform
 
-    from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform  # noqa: PLC0415
+    from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform
 
     if isinstance(current_platform, TidalCpuPlatform):
-        from tidal_connector.vllm_plugin.cpu import patches  # noqa: PLC0415
+        from tidal_connector.vllm_plugin.cpu import patches
 
         patches.apply()
 
@@ -68,7 +68,7 @@ def host_build() -> tuple[tuple[int, int], bool] | None:
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; (0, 0) where it has none, as in a build from a working tree."""
+    """Return the first two numbers of a version; (0, 0) where it has none (a build from a working tree)."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

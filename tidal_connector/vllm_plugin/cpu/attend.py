@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA attention over latent rows, in float32, whatever the cache holds.
 
-Pure tensor functions without vLLM. Queries are absorbed (512 latent + 64 rope elements), keys are whole rows and values
-their first ``value_width`` elements. Work is cut into slices so that temporary memory stays far below 256 MiB.
+Pure tensor functions without vLLM. Queries are absorbed (512 latent + 64 rope elements), keys are whole rows
+and values their first ``value_width`` elements. Work is cut into slices so that temporary memory stays far
+below 256 MiB.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def attend_context(
     query: torch.Tensor,
     cache_rows: torch.Tensor,
     slots: torch.Tensor,
+    *,
     query_positions: torch.Tensor,
     selected: torch.Tensor | None,
     scale: float,
@@ -60,7 +62,8 @@ def attend_context(
 ) -> torch.Tensor:
     """Let the queries of one request attend to its context, each up to its own position.
 
-    The context's rows are read once for all queries, which pays when most of them are selected by most queries.
+    The context's rows are read once for all queries, which pays when most of them are selected by most
+    queries.
 
     Args:
         query: ``[n, heads, width]``, any floating dtype.

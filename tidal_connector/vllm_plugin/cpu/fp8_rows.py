@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index keys as bytes: 128 fp8 (e4m3) values and one fp32 scale, 132 bytes per token.
 
-Pure tensor functions without vLLM. The scale is a power of two (the "ue8m0" style of DeepSeek), so scaling is exact and
-the only loss is that of e4m3 itself.
+Pure tensor functions without vLLM. The scale is a power of two (the "ue8m0" style of DeepSeek), so scaling is
+exact and the only loss is that of e4m3 itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_SMALLEST)
     mantissa, exponent = torch.frexp(largest / _E4M3_MAX)
     # frexp gives mantissas in [0.5, 1): only an exact 0.5 is itself a power of two, one exponent lower.
-    exponent = exponent - (mantissa == 0.5).int()  # noqa: PLR2004
+    exponent = exponent - (mantissa == 0.5).int()
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     return (rows / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale
 
@@ -49,9 +49,9 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 def widen(values: torch.Tensor) -> torch.Tensor:
     """Turn e4m3 bytes (uint8, any shape) into float32.
 
-    e4m3 is a float16 whose exponent is eight too low once its seven magnitude bits are moved to the top; going through
-    float16 is vectorised and 25 times faster than the conversion of torch 2.13. NaN bytes are not kept (nothing here
-    writes them).
+    e4m3 is a float16 whose exponent is eight too low once its seven magnitude bits are moved to the top;
+    going through float16 is vectorised and 25 times faster than the conversion of torch 2.13. NaN bytes are
+    not kept (nothing here writes them).
     """
     bits = values.to(torch.int16)
     half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)

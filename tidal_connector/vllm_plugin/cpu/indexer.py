@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lightning indexer on CPU: keep a key per token, score all of a request's keys, choose the top k.
 
-Replaces pieces of vLLM (see :mod:`.patches`); called on the forward thread, once per layer that has an indexer.
+Replaces pieces of vLLM (see :mod:`.patches`); called on the forward thread, once per layer that has an
+indexer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from tidal_connector.vllm_plugin.cpu import fp8_rows, top_k
 from tidal_connector.vllm_plugin.cpu.gather import gather_rows
 from tidal_connector.vllm_plugin.cpu.metadata import RequestSpan, TidalMLAMetadata
+from tidal_connector.vllm_plugin.cpu.patching import HostChanged
 from tidal_connector.vllm_plugin.cpu.sparse_mla import TidalMLABackend, write_rows
 
 if TYPE_CHECKING:
@@ -48,12 +50,13 @@ class TidalIndexerBackend(TidalMLABackend):
 
 
 def indexer_backend(cache: object) -> type[AttentionBackend]:
-    """Return the backend of an index-key cache (takes the place of ``DeepseekV32IndexerCache.get_attn_backend``)."""
+    """Return the backend of an index-key cache (takes the place of
+    ``DeepseekV32IndexerCache.get_attn_backend``)."""
     del cache
     return TidalIndexerBackend
 
 
-def quantise_query(  # noqa: PLR0913 - vLLM's signature
+def quantise_query(
     x: torch.Tensor,
     group_size: int,
     eps: float = 1e-10,
@@ -79,7 +82,8 @@ def quantise_query(  # noqa: PLR0913 - vLLM's signature
         e4m3 values ``[n, 128]`` and fp32 scales ``[n, 1]``.
     """
     del eps, dtype, use_ue8m0
-    assert group_size == x.shape[-1] and not column_major_scales and not tma_aligned_scales and out_q is None
+    if group_size != x.shape[-1] or column_major_scales or tma_aligned_scales or out_q is not None:
+        raise HostChanged("the indexer asks for another quantisation of its queries than one scale per row")
     return fp8_rows.quantise(x)
 
 
@@ -90,7 +94,8 @@ def forward_indexer(
     k: torch.Tensor | None,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Store this step's keys and fill the top-k buffer (takes the place of ``SparseAttnIndexer.forward_cpu``).
+    """Store this step's keys and fill the top-k buffer (takes the place of
+    ``SparseAttnIndexer.forward_cpu``).
 
     Args:
         self: vLLM's indexer layer.
@@ -102,8 +107,9 @@ def forward_indexer(
     Returns:
         The buffer ``[max tokens, top_k]`` int32: positions within each request, ascending, then -1.
     """
-    assert isinstance(q_quant, torch.Tensor) and k is not None and not self.skip_k_cache_insert
-    assert self.dcp_world_size <= 1 and not self.use_pcp
+    if k is None or self.skip_k_cache_insert or self.use_pcp or self.dcp_world_size > 1:
+        raise HostChanged("the CPU indexer keeps its own keys and takes no context parallelism; set both sizes to 1")
+    assert isinstance(q_quant, torch.Tensor)
     buffer: torch.Tensor = self.topk_indices_buffer
     step = get_forward_context().attn_metadata
     if not isinstance(step, dict):
@@ -119,7 +125,7 @@ def forward_indexer(
     for span in metadata.spans:
         part = slice(span.start, span.stop)
         buffer[part, : self.topk_tokens] = choose(
-            query[part], weights[part].float(), rows, metadata, span, self.topk_tokens
+            query[part], weights[part].float(), rows, metadata=metadata, span=span, k=self.topk_tokens
         )
     return buffer
 
@@ -128,6 +134,7 @@ def choose(
     query: torch.Tensor,
     weights: torch.Tensor,
     cache_rows: torch.Tensor,
+    *,
     metadata: TidalMLAMetadata,
     span: RequestSpan,
     k: int,

@@ -43,8 +43,8 @@ class RequestSpan:
 class TidalMLAMetadata(AttentionMetadata):
     """One step's batch.
 
-    vLLM's MLA layer reads the counts and ``prefill`` and ``decode``: it is told that every token is a decode token, which
-    sends all of them through ``forward_mqa``.
+    vLLM's MLA layer reads the counts and ``prefill`` and ``decode``: it is told that every token is a decode
+    token, which sends all of them through ``forward_mqa``.
 
     Attributes:
         num_actual_tokens: query tokens of the step, padding excluded.
@@ -120,7 +120,8 @@ class TidalMLAMetadataBuilder(AttentionMetadataBuilder[TidalMLAMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TidalMLAMetadata:
-        """Build one step's metadata. The parameter names are part of vLLM's contract: the MTP drafter calls by keyword."""
+        """Build one step's metadata. The parameter names are part of vLLM's contract: the MTP drafter calls
+        by keyword."""
         del common_prefix_len, fast_build
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1]
@@ -158,6 +159,7 @@ def _per_token(spans: tuple[RequestSpan, ...], tokens: int, values: list[int]) -
 
 
 def _positions(spans: tuple[RequestSpan, ...], tokens: int) -> torch.Tensor:
-    """Return each token's position in its request: the last query of a request is the last token of its context."""
+    """Return each token's position in its request: the last query of a request is the last token of its
+    context."""
     offsets = _per_token(spans, tokens, [span.length - span.stop for span in spans])
     return torch.arange(tokens) + offsets

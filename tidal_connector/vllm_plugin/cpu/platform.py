@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU platform that lets DeepSeek sparse attention, and dense MLA, run with every scheduling feature.
 
-Stock vLLM refuses sparse attention on CPU, and without AMX it forces MLA models to blocks of 16 tokens and takes chunked
-prefill and prefix caching away, because its reference kernel needs that. Our backend does not, so the user's choices
-come back. Called once per process while vLLM builds its configuration, and again for each attention layer.
+Stock vLLM refuses sparse attention on CPU, and without AMX it forces MLA models to blocks of 16 tokens and
+takes chunked prefill and prefix caching away, because its reference kernel needs that. Our backend does not,
+so the user's choices come back. Called once per process while vLLM builds its configuration, and again for
+each attention layer.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class TidalCpuPlatform(CpuPlatform):
         """Apply the stock rules, then restore what they took away from MLA models.
 
         Raises:
-            ConfigError: the block size is none of 16, 32, 64 and 128.
+            ConfigError: the block size is none of 16, 32, 64 and 128, or the model cannot have its latents in host
+                memory as the connector's settings ask.
         """
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER
@@ -60,13 +62,14 @@ class TidalCpuPlatform(CpuPlatform):
         chunked_prefill = scheduler.enable_chunked_prefill
         batched_tokens = scheduler.max_num_batched_tokens
         super().check_and_update_config(vllm_config)
+        from tidal_connector.vllm_plugin.cpu import offload
+
+        offload.resolve(vllm_config)
         if not _served(vllm_config.model_config, vllm_config.attention_config.backend):
             return
         if block_size not in BLOCK_SIZES:
             known = ", ".join(map(str, BLOCK_SIZES))
-            raise ConfigError(
-                f"--block-size {block_size}: the CPU backend for MLA takes {known}; choose one of them"
-            )
+            raise ConfigError(f"--block-size {block_size}: the CPU backend for MLA takes {known}; choose one of them")
         cache.block_size = block_size
         cache.enable_prefix_caching = prefix_caching
         scheduler.enable_chunked_prefill = chunked_prefill
@@ -74,7 +77,8 @@ class TidalCpuPlatform(CpuPlatform):
 
 
 def _served(model: ModelConfig | None, backend: AttentionBackendEnum | None) -> bool:
-    """Tell whether our backends serve the model: MLA, but not DeepSeek-V4, nor where a stock backend was asked for."""
+    """Tell whether our backends serve the model: MLA, but not DeepSeek-V4, nor where a stock backend was
+    asked for."""
     if model is None or not model.use_mla or model.hf_config.model_type == "deepseek_v4":
         return False
     return backend not in _STOCK_MLA or is_sparse(model)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA attention backends for CPU: over the positions that an index selected, or over all of them.
 
-vLLM's MLA layer does the projections; it hands absorbed queries and the latent cache to ``forward_mqa`` here, for prefill
-and decode tokens alike (see :mod:`.metadata`). All calls come from the forward thread.
+vLLM's MLA layer does the projections; it hands absorbed queries and the latent cache to ``forward_mqa`` here,
+for prefill and decode tokens alike (see :mod:`.metadata`). All calls come from the forward thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 LATENT_WIDTH = 576
 CACHE_DTYPES = ("auto", "bfloat16")
-# Reading a request's whole context once beats gathering per query where a query selects at least a quarter of it
-# (measured with 4 heads on one core: 0.10 us per query and row against 0.58 us per query and gathered row).
+# Reading a request's whole context once beats gathering per query where a query selects at least a quarter of
+# it (measured with 4 heads on one core: 0.10 us per query and row against 0.58 us per query and gathered
+# row).
 _CONTEXT_PER_SELECTED = 4
 _MANY_QUERIES = 16
 
@@ -102,7 +103,7 @@ class _LatentImpl(MLAAttentionImpl[TidalMLAMetadata]):
 
     supports_pcp = False
 
-    def __init__(  # noqa: PLR0913 - vLLM's signature
+    def __init__(
         self,
         num_heads: int,
         head_size: int,
@@ -120,12 +121,13 @@ class _LatentImpl(MLAAttentionImpl[TidalMLAMetadata]):
             (alibi_slopes, sliding_window, logits_soft_cap, kv_sharing_target_layer_name)
         ):
             raise ConfigError(
-                "the CPU backend for MLA takes plain decoder attention; the model asks for one of alibi slopes, a sliding "
-                "window, soft-capped scores, a shared KV cache or encoder attention"
+                "the CPU backend for MLA takes plain decoder attention; the model asks for one of alibi "
+                "slopes, a sliding window, soft-capped scores, a shared KV cache or encoder attention"
             )
         if kv_cache_dtype not in CACHE_DTYPES:
             raise ConfigError(
-                f"--kv-cache-dtype {kv_cache_dtype}: the CPU backend for MLA takes {' or '.join(CACHE_DTYPES)}"
+                f"--kv-cache-dtype {kv_cache_dtype}: the CPU backend for MLA takes "
+                f"{' or '.join(CACHE_DTYPES)}; choose one of them"
             )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -180,10 +182,10 @@ class _LatentImpl(MLAAttentionImpl[TidalMLAMetadata]):
             query[part],
             rows,
             metadata.context_slots(span),
-            metadata.positions[part],
-            None if selected is None else selected[part],
-            self.scale,
-            self.kv_lora_rank,
+            query_positions=metadata.positions[part],
+            selected=None if selected is None else selected[part],
+            scale=self.scale,
+            value_width=self.kv_lora_rank,
         )
 
 
@@ -220,10 +222,7 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
         output = query.new_zeros((*query.shape[:2], self.kv_lora_rank), dtype=torch.float32)
         apart = torch.ones(query.shape[0], dtype=torch.bool)
         for span in metadata.spans:
-            if (
-                span.stop - span.start >= _MANY_QUERIES
-                and span.length <= _CONTEXT_PER_SELECTED * selected.shape[1]
-            ):
+            if span.stop - span.start >= _MANY_QUERIES and span.length <= _CONTEXT_PER_SELECTED * selected.shape[1]:
                 output[span.start : span.stop] = self._attend_span(query, rows, metadata, span, selected)
                 apart[span.start : span.stop] = False
         slots = metadata.slots_of(selected)

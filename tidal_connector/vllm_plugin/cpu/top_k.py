@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which positions a query attends to: the k best index scores, ties to the lowest position.
 
-Pure tensor functions without vLLM. The relu of index scores makes many exact zeros, and ``torch.topk`` breaks ties by the
-length of the row, so that the selection would depend on the chunk size. Keys that hold score and position are all
-distinct, and their order is the rule itself.
+Pure tensor functions without vLLM. The relu of index scores makes many exact zeros, and ``torch.topk`` breaks
+ties by the length of the row, so that the selection would depend on the chunk size. Keys that hold score and
+position are all distinct, and their order is the rule itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def select(scores: torch.Tensor, query_positions: torch.Tensor, k: int) -> torch
     """
     length = scores.shape[1]
     columns = torch.arange(length)
-    # Signed bits of a float sort like the float once negative ones are mirrored; adding 0.0 makes -0.0 equal 0.0.
+    # Signed bits of a float sort like the float once negative ones are mirrored; adding 0.0 makes -0.0 equal
+    # 0.0.
     bits = (scores + 0.0).view(torch.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = bits.to(torch.int64)

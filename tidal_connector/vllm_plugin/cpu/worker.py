@@ -1,10 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU worker."""
+"""vLLM's CPU worker, counting the device's KV memory without the latents where these live in the host pool.
+
+Built by vLLM in each worker process, by the name that :mod:`.platform` gives; all calls come from its main
+thread.
+"""
 
 from __future__ import annotations
 
+import torch
+from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tidal_connector.config import log_level
+from tidal_connector.errors import ConfigError
+from tidal_connector.log import configure
+from tidal_connector.vllm_plugin.cpu import offload
+from tidal_connector.vllm_plugin.cpu.model_runner import TidalCpuModelRunner
+from tidal_connector.vllm_plugin.cpu.patching import replaced
 
 
 class TidalCpuWorker(CPUWorker):
-    """CPU worker."""
+    """The CPU worker with our model runner."""
+
+    def init_device(self) -> None:
+        """Set the process up and build the model runner.
+
+        Raises:
+            ConfigError: offload is on, but vLLM would use its V2 model runner, which has no seam for it.
+        """
+        config = offload.resolve(self.vllm_config)
+        if config is not None:
+            configure(log_level() or config.log.level, config.log.file)
+            if self.use_v2_model_runner:
+                raise ConfigError(
+                    "offload needs vLLM's V1 model runner and this engine would use V2; set VLLM_USE_V2_MODEL_RUNNER=0"
+                )
+        with replaced(cpu_worker, "CPUModelRunner", TidalCpuModelRunner):
+            super().init_device()
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """Return the bytes that vLLM divides into blocks.
+
+        With offload that is the size of all blocks, latents included, although only index keys take device
+        memory: the number of blocks is the smaller of what the pool and the device budget hold (design D2).
+
+        Raises:
+            ConfigError: not even one block fits.
+        """
+        device_bytes = super().determine_available_memory()
+        config = offload.resolve(self.vllm_config)
+        if config is None:
+            return device_bytes
+        parts = offload.split(self.get_kv_cache_spec())
+        blocks = offload.budget(config, parts, device_bytes).blocks
+        return blocks * (parts.latent_block_bytes + parts.index_block_bytes)
+
+    def shutdown(self) -> None:
+        """Shut vLLM's parts down, the connector among them, and give the pool back."""
+        runner = self.model_runner
+        super().shutdown()
+        if isinstance(runner, TidalCpuModelRunner) and runner.tidal_pool is not None:
+            runner.tidal_pool.close()
