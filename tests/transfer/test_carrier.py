@@ -158,7 +158,7 @@ def test_the_first_failure_stops_feeding_and_the_receipt_waits_for_the_last_id(b
     assert len(bench.engine.submitted) == 3
     bench.engine.outcomes.update({2: 1, 3: 1})
     receipt = bench.receipt(ticket)
-    assert (receipt.ok, receipt.bytes) == (False, 20)
+    assert (receipt.ok, receipt.bytes, receipt.drained) == (False, 20, False)
     assert "failed" in receipt.reason
 
 
@@ -192,6 +192,7 @@ def test_a_destination_outside_the_peers_ranges_is_never_submitted(bench: Bench,
     receipt = bench.receipt(bench.submit([Run(1, destination, 40)]))
     assert not receipt.ok
     assert "no single registered range" in receipt.reason
+    assert receipt.drained
     assert all(to >= 1000 and to + length <= 1500 for _, _, to, length in bench.engine.submitted)
 
 

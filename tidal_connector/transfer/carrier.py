@@ -149,9 +149,7 @@ class Carrier:
     def _run(self) -> None:
         try:
             self._serve()
-        except (
-            TransferFailed
-        ) as error:  # the engine was closed under us: nothing is read any more, nobody waits
+        except TransferFailed as error:  # the engine was closed under us: nothing is read any more, nobody waits
             _log.info("carrier of peer %s ends: %s", self.peer, error)
 
     def _serve(self) -> None:
@@ -184,9 +182,7 @@ class Carrier:
                     f"{self._settings.protocol!r}: check transfer.protocol and transfer.device on both sides"
                 )
             if self._engine is not None and segment != self._segment:
-                self._engines.give(
-                    self._engine
-                )  # restarted under the same name: never revive a cached segment
+                self._engines.give(self._engine)  # restarted under the same name: never revive a cached segment
                 self._engine = None
             if self._engine is None:
                 self._engine = self._engines.take(self.peer)
@@ -216,7 +212,8 @@ class Carrier:
             if not self._targets.covers(run.destination, run.length):
                 where = f"{run.length} bytes at {run.destination:#x}"
                 self._doubtful = True  # it may have registered more since we asked
-                self._end(sent.key, f"{where} lie in no single registered range of peer {self.peer}")
+                reason = f"{where} lie in no single registered range of peer {self.peer}"
+                self._end(sent.key, reason, sent=False)
                 continue
             write = engine.submit_write(self.peer, run.source, run.destination, run.length)
             if write == 0:
@@ -239,29 +236,23 @@ class Carrier:
                 self._end(key, "")
             else:
                 self._doubtful = True
-                self._end(
-                    key, f"a write to peer {self.peer} failed; it may have landed in part, or land later"
-                )
+                self._end(key, f"a write to peer {self.peer} failed; it may have landed in part, or land later")
         if ended:
             self._progress = time.monotonic()
         return ended
 
     def _fail(self, sent: Descriptor, what: str) -> None:
         self._doubtful = True
-        self._end(
-            sent.key, f"a write of {sent.run.length} bytes to peer {self.peer} was {what} by the transport"
-        )
+        self._end(sent.key, f"a write of {sent.run.length} bytes to peer {self.peer} was {what} by the transport")
 
-    def _end(self, key: int, reason: str) -> None:
+    def _end(self, key: int, reason: str, *, sent: bool = True) -> None:
         with self._wake:
-            self._feed.ended(key, reason, time.monotonic())
+            self._feed.ended(key, reason, time.monotonic(), sent=sent)
 
     def _abandon_if_stuck(self) -> None:
         if time.monotonic() - self._progress < self._settings.abandon_s or self._engine is None:
             return
-        reason = (
-            f"peer {self.peer}: no write ended for {self._settings.abandon_s:g} s; its engine was destroyed"
-        )
+        reason = f"peer {self.peer}: no write ended for {self._settings.abandon_s:g} s; its engine was destroyed"
         if not self._engines.drop(self._engine):
             return
         _log.error("%s", reason)

@@ -108,12 +108,15 @@ class Feed:
         job.started = now if job.started is None else job.started
         return Descriptor(key, run)
 
-    def ended(self, key: int, reason: str, now: float) -> None:
-        """Note the end of a descriptor; a reason means failure and stops the feeding of its ticket."""
+    def ended(self, key: int, reason: str, now: float, *, sent: bool = True) -> None:
+        """Note the end of a descriptor; a reason means failure and stops the feeding of its ticket.
+
+        ``sent=False``: it was refused before the transport saw it, so nothing of it can land late.
+        """
         job, run = self._flying.pop(key)
         job.in_flight -= 1
         if reason:
-            job.clean = False
+            job.clean = job.clean and not sent
             self._stop(job, reason)
         else:
             job.acknowledged += run.length

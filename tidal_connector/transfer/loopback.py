@@ -180,9 +180,7 @@ class LoopbackPlane(TransferPlane):
         """Queue a batch of runs for a peer."""
         for run in runs:
             if not self._ranges.covers(run.source, run.length):
-                raise TransferFailed(
-                    f"source: {run.length} bytes at {run.source:#x} lie in no single registered range"
-                )
+                raise TransferFailed(f"source: {run.length} bytes at {run.source:#x} lie in no single registered range")
         with self._wake:
             if self._closing or not self._endpoint:
                 raise TransferFailed("the loopback plane is not open")
@@ -226,9 +224,7 @@ class LoopbackPlane(TransferPlane):
                     news = self._collect()
                 if self._closing:
                     return
-                batch = [
-                    (peer, feed, sent) for peer, feed in self._feeds.items() for sent in self._window_of(feed)
-                ]
+                batch = [(peer, feed, sent) for peer, feed in self._feeds.items() for sent in self._window_of(feed)]
             if news:
                 self._on_receipt()
             for peer, feed, sent in batch:

@@ -80,9 +80,7 @@ class MooncakeEngine:
         code = self._live().batch_register_memory([address], [length], location)
         if code != 0:
             text = _CODES.get(code, "unknown")
-            raise TransferFailed(
-                f"register {length} bytes at {address:#x} as {location!r}: {text} (code {code})"
-            )
+            raise TransferFailed(f"register {length} bytes at {address:#x} as {location!r}: {text} (code {code})")
 
     def submit_write(self, peer: str, source: int, destination: int, length: int) -> int:
         """Start one write; return its id, 0 if refused. May block to open the peer."""
@@ -216,9 +214,7 @@ class MooncakePlane(TransferPlane):
                 "the device was not found; name it in transfer.device or choose the protocol that runs"
             )
         self._home = home
-        self._pool = _EnginePool(
-            self._make_sender, home if self._config.protocol is Protocol.ASCEND else None
-        )
+        self._pool = _EnginePool(self._make_sender, home if self._config.protocol is Protocol.ASCEND else None)
 
     def close(self) -> None:
         """Let writes in flight end for a few seconds, then destroy all engines."""
@@ -258,9 +254,7 @@ class MooncakePlane(TransferPlane):
         """Queue a batch for a peer; its carrier is started at the first one."""
         for run in runs:
             if not self._sources.covers(run.source, run.length):
-                raise TransferFailed(
-                    f"source: {run.length} bytes at {run.source:#x} lie in no single registered range"
-                )
+                raise TransferFailed(f"source: {run.length} bytes at {run.source:#x} lie in no single registered range")
         self._opened()
         with self._lock:
             if self._pool is None:

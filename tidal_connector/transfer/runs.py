@@ -29,7 +29,7 @@ class Run(msgspec.Struct, frozen=True):
     length: int
 
 
-def plan_runs(  # noqa: PLR0917 - two regions and a range, all demanded
+def plan_runs(
     source: Region,
     destination: Region,
     source_pages: Sequence[int],
