@@ -68,9 +68,7 @@ def test_errors_are_one_clear_line_and_status_2(arguments: list[str], words: str
 
 
 def test_options_add_engines_to_those_of_the_file() -> None:
-    config = proxy_config(
-        ROOT / "configs/proxy.toml", ["p1=http://h:1,h:2"], ["d1=http://h:3"], "127.0.0.1:9"
-    )
+    config = proxy_config(ROOT / "configs/proxy.toml", ["p1=http://h:1,h:2"], ["d1=http://h:3"], "127.0.0.1:9")
     assert [item.engine for item in config.prefill] == ["prefill-0", "p1"]
     assert [item.engine for item in config.decode] == ["decode-0", "d1"]
     assert config.listen == "127.0.0.1:9"

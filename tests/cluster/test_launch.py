@@ -53,9 +53,7 @@ with ServerProcess("s", command, child_environment(), url, Path(log)) as s:
 def make_server(folder: Path, kind: str = "gentle") -> ServerProcess:
     port = free_ports(1)[0]
     command = [sys.executable, "-c", SERVER, str(port), kind]
-    return ServerProcess(
-        "fake", command, child_environment(), f"http://127.0.0.1:{port}", folder / "fake.log"
-    )
+    return ServerProcess("fake", command, child_environment(), f"http://127.0.0.1:{port}", folder / "fake.log")
 
 
 def until(condition: Callable[[], bool], bound_s: float = 20.0) -> None:

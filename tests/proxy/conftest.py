@@ -55,9 +55,7 @@ class Wire:
         await self.writer.drain()
 
     async def start_stream(self) -> None:
-        self.writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        self.writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         await self.writer.drain()
 
     async def piece(self, data: bytes) -> None:
@@ -179,9 +177,7 @@ class Replies:
         await wire.hang()
 
     @staticmethod
-    def status(
-        code: int, body: bytes = b'{"error": {"message": "no"}}', kind: str = "application/json"
-    ) -> Behaviour:
+    def status(code: int, body: bytes = b'{"error": {"message": "no"}}', kind: str = "application/json") -> Behaviour:
         async def behaviour(wire: Wire) -> None:
             await wire.reply(code, body, kind)
 
@@ -229,11 +225,7 @@ class Bed:
 
     async def metrics(self) -> dict[str, float]:
         lines = (await self.client.get("/metrics")).text.splitlines()
-        return {
-            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if not line.startswith("#")
-        }
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
     async def settled(self) -> dict[str, float]:
         """Wait until no request is in flight, check that every claim is closed, return the metrics."""
@@ -265,9 +257,7 @@ async def open_bed(
         for engine in (*sides[0], *sides[1]):
             await stack.enter_async_context(engine.running())
         config = ProxyConfig(
-            prefill=tuple(
-                Prefill(f"p{i}", item.url, f"127.0.0.1:{7000 + i}") for i, item in enumerate(sides[0])
-            ),
+            prefill=tuple(Prefill(f"p{i}", item.url, f"127.0.0.1:{7000 + i}") for i, item in enumerate(sides[0])),
             decode=tuple(Decode(f"d{i}", item.url) for i, item in enumerate(sides[1])),
             timeouts=timeouts,
             retries=retries,

@@ -128,9 +128,7 @@ def test_fr_39_lost_connection_is_retried_on_the_other_engine(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_fr_39_lost_connection_twice_is_a_502_that_names_the_engine(
-    run_bed: Any, replies: Any, side: str
-) -> None:
+def test_fr_39_lost_connection_twice_is_a_502_that_names_the_engine(run_bed: Any, replies: Any, side: str) -> None:
     async def scenario(bed: Any) -> None:
         answer = await bed.post()
         assert answer.status_code == 502
@@ -254,9 +252,7 @@ def test_answer_without_the_prefill_engine_ends_its_leg(run_bed: Any, replies: A
 
 def test_many_at_once_spread_over_the_engines_and_all_counters_return(run_bed: Any, replies: Any) -> None:
     async def scenario(bed: Any) -> None:
-        answers = await asyncio.gather(
-            *(bed.post(stream=i % 2 == 0, prompt=[1] * (i + 1)) for i in range(60))
-        )
+        answers = await asyncio.gather(*(bed.post(stream=i % 2 == 0, prompt=[1] * (i + 1)) for i in range(60)))
         assert {answer.status_code for answer in answers} == {200}
         assert all(len(engine.requests) >= 15 for engine in (*bed.prefill, *bed.decode))
         assert (await bed.settled())['tidal_proxy_requests_total{outcome="ok"}'] == 60

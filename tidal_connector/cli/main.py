@@ -51,9 +51,7 @@ def proxy(
         list[str] | None, typer.Option(help="ID=URL[,CONTROL_HOST:PORT] of a prefill engine; repeatable.")
     ] = None,
     decode: Annotated[list[str] | None, typer.Option(help="ID=URL of a decode engine; repeatable.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT to serve on; 127.0.0.1:8000 if not said.")
-    ] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; 127.0.0.1:8000 if not said.")] = None,
 ) -> None:
     """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""
     from tidal_connector.cli.proxy import run_proxy
@@ -67,12 +65,49 @@ def serve(
     context: typer.Context,
     role: Annotated[Literal["prefill", "decode", "both"], typer.Argument(help="What the engine does.")],
     config: Annotated[Path, typer.Option(help="TOML file (configs/prefill.toml, configs/decode.toml).")],
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Show the command line instead of running it.")
-    ] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Show the command line instead of running it.")] = False,
 ) -> None:
     """A vLLM engine with the connector: tidal serve ROLE --config FILE -- VLLM_ARGUMENTS."""
     from tidal_connector.cli.serve import run_serve
 
     with clear_errors():
         run_serve(role, config, context.args, print_only)
+
+
+@app.command()
+def demo(
+    arch: Annotated[Literal["v32", "glm"], typer.Option(help="DeepSeek-V3.2, or GLM-like with index sharing.")] = "v32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "float32",
+    model: Annotated[Path | None, typer.Option(help="Take this checkpoint instead of making one.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step; longer prompts come in chunks.")] = 2048,
+    prefix_caching: Annotated[bool, typer.Option("--prefix-caching", help="Keep the KV of earlier prompts.")] = False,
+    pool: Annotated[str, typer.Option(help="Size of the decode engine's host pool.")] = "256MiB",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
+    keep_logs: Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
+) -> None:
+    """Two engines, a proxy and real transfers on this machine; every answer beside a single engine's."""
+    from rich.console import Console
+
+    from tidal_connector.cli.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(
+        arch=arch,
+        dtype=dtype,
+        model=model,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+        pool=pool,
+        json_file=json_file,
+        keep_logs=keep_logs,
+        quick=quick,
+    )
+    try:
+        with clear_errors():
+            result = run_demo(options, Console())
+    except KeyboardInterrupt:
+        typer.echo("tidal: interrupted; everything that was started is ended", err=True)
+        raise typer.Exit(130) from None
+    raise typer.Exit(1 if result.shortcomings() else 0)

@@ -22,9 +22,7 @@ from tidal_connector.proxy.settings import (
 _GRACEFUL_S = 10
 
 
-def proxy_config(
-    file: Path | None, prefill: Sequence[str], decode: Sequence[str], listen: str | None
-) -> ProxyConfig:
+def proxy_config(file: Path | None, prefill: Sequence[str], decode: Sequence[str], listen: str | None) -> ProxyConfig:
     """Join the file's settings with the options; options add engines and replace ``listen``.
 
     Raises:

@@ -27,9 +27,7 @@ def run_serve(role: str, file: Path, vllm_args: Sequence[str], print_only: bool)
         ConfigError: the file cannot be used, or vLLM's arguments configure a connector themselves.
     """
     if any(item.split("=")[0] == "--kv-transfer-config" for item in vllm_args):
-        raise ConfigError(
-            "--kv-transfer-config is written by tidal serve; put the settings into the --config file"
-        )
+        raise ConfigError("--kv-transfer-config is written by tidal serve; put the settings into the --config file")
     command = engine_command(vllm_args, kv_transfer_config(read_serve_config(file), Role(role)))
     if print_only:
         typer.echo(shlex.join(command))

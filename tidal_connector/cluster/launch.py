@@ -44,15 +44,14 @@ class ServerProcess:
         name: what messages call it.
         url: base URL of its HTTP server.
         log: file that holds its output.
+        command: what runs under the keeper.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
         self.name = name
         self.url = url
         self.log = log
-        self._command = list(command)
+        self.command = list(command)
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -76,7 +75,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tidal_connector.cluster.keeper", str(GRACE_S), *self._command],
+                [sys.executable, "-m", "tidal_connector.cluster.keeper", str(GRACE_S), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -167,9 +166,7 @@ def wait_ready(
         if progress is not None:
             progress([server.name for server in waiting], gone)
         if waiting and gone > bound_s:
-            raise StartFailed(
-                f"{waiting[0].name} did not serve within {bound_s:g} s; {waiting[0].log_tail()}"
-            )
+            raise StartFailed(f"{waiting[0].name} did not serve within {bound_s:g} s; {waiting[0].log_tail()}")
         if waiting:
             time.sleep(_POLL_S)
 

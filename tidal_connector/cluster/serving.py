@@ -11,12 +11,12 @@ import enum
 import importlib.metadata
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import tomllib
 
 from tidal_connector.config import child_environment, convert_strict, load_config
 from tidal_connector.errors import ConfigError

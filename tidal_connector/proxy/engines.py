@@ -53,9 +53,7 @@ class Answer:
 
     __slots__ = ("_response", "first", "headers", "rest", "status")
 
-    def __init__(
-        self, response: httpx.Response, first: bytes, rest: AsyncGenerator[bytes, None] | None
-    ) -> None:
+    def __init__(self, response: httpx.Response, first: bytes, rest: AsyncGenerator[bytes, None] | None) -> None:
         self._response = response
         self.status = response.status_code
         self.headers = kept_headers(response)
@@ -186,6 +184,4 @@ def error_body(status: int, message: str) -> bytes:
 
 def failure(status: int, message: str, retryable: bool, unreachable: bool = False) -> Failure:
     """Return a failure in the proxy's own words."""
-    return Failure(
-        status, {"content-type": "application/json"}, error_body(status, message), retryable, unreachable
-    )
+    return Failure(status, {"content-type": "application/json"}, error_body(status, message), retryable, unreachable)

@@ -88,9 +88,7 @@ def parse_request(path: str, raw: bytes, headers: Mapping[str, str]) -> ClientRe
     return ClientRequest(
         path=path,
         body=clean,
-        headers={
-            name: headers[name] for name in ("authorization", "traceparent", "tracestate") if name in headers
-        },
+        headers={name: headers[name] for name in ("authorization", "traceparent", "tracestate") if name in headers},
         request_id=safe_request_id(named if isinstance(named, str) else ""),
         prompt_tokens=_prompt_tokens(clean),
         answer_tokens=_answer_tokens(clean),

@@ -34,12 +34,8 @@ class Meters:
         self.requests = Counter(
             "tidal_proxy_requests", "Client requests by outcome", ["outcome"], registry=self.registry
         )
-        self.attempts = Counter(
-            "tidal_proxy_attempts", "Pairs of engine requests dispatched", registry=self.registry
-        )
-        self.retries = Counter(
-            "tidal_proxy_retries", "Attempts after the first of a request", registry=self.registry
-        )
+        self.attempts = Counter("tidal_proxy_attempts", "Pairs of engine requests dispatched", registry=self.registry)
+        self.retries = Counter("tidal_proxy_retries", "Attempts after the first of a request", registry=self.registry)
         self.leg_failures = Counter(
             "tidal_proxy_leg_failures",
             "Engine requests that failed, by role and engine",
@@ -53,9 +49,7 @@ class Meters:
             ["role", "engine"],
             registry=self.registry,
         )
-        self.request_seconds = self._seconds(
-            "tidal_proxy_request_seconds", "A client request, to its last byte"
-        )
+        self.request_seconds = self._seconds("tidal_proxy_request_seconds", "A client request, to its last byte")
         self.prefill_seconds = self._seconds("tidal_proxy_prefill_seconds", "A prefill leg that succeeded")
         self.first_byte_seconds = self._seconds(
             "tidal_proxy_first_byte_seconds", "From the client's request to the first byte of the answer"

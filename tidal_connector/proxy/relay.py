@@ -204,9 +204,7 @@ class Relay:
             await _send_error_event(send, last, 504, f"decode engine sent nothing for {left:g} s")
         except httpx.TransportError as error:
             outcome = Outcome.STREAM_ERROR
-            await _send_error_event(
-                send, last, 502, f"decode engine broke off: {error or type(error).__name__}"
-            )
+            await _send_error_event(send, last, 502, f"decode engine broke off: {error or type(error).__name__}")
         await send_piece(send, b"", more=False)
         return outcome
 

@@ -6,13 +6,13 @@ Pure; read once at start by the command line.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
-import tomllib
 
 from tidal_connector.config import Positive, convert_strict
 from tidal_connector.errors import ConfigError
@@ -149,9 +149,7 @@ def check_config(config: ProxyConfig) -> ProxyConfig:
         for item in engines:
             parts = urlsplit(item.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(
-                    f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port"
-                )
+                raise ConfigError(f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port")
     for prefill in config.prefill:
         if prefill.control:
             host_and_port(f"prefill {prefill.engine!r}: control", prefill.control)
