@@ -45,9 +45,9 @@ def attend_selected(
         rows = gather_rows(cache_rows, safe[part]).float()
         scores = torch.bmm(query[part].float() * scale, rows.transpose(1, 2))
         scores.masked_fill_(~valid[part].unsqueeze(1), float("-inf"))
-        weights = scores.softmax(dim=-1).masked_fill_(~valid[part, :1].unsqueeze(1), 0.0)
+        weights = scores.softmax(dim=-1)
         torch.bmm(weights, rows[..., :value_width], out=output[part])
-    return output
+    return output.masked_fill_(~valid[:, :1].unsqueeze(1), 0.0)
 
 
 def attend_context(

@@ -55,10 +55,3 @@ class TidalCpuWorker(CPUWorker):
         parts = offload.split(self.get_kv_cache_spec())
         blocks = offload.budget(config, parts, device_bytes).blocks
         return blocks * (parts.latent_block_bytes + parts.index_block_bytes)
-
-    def shutdown(self) -> None:
-        """Shut vLLM's parts down, the connector among them, and give the pool back."""
-        runner = self.model_runner
-        super().shutdown()
-        if isinstance(runner, TidalCpuModelRunner) and runner.tidal_pool is not None:
-            runner.tidal_pool.close()
