@@ -20,9 +20,7 @@ PEERS = load_config({"peers": {"prefill-0": "127.0.0.1:7100"}})
 TESTING = load_config({"allow_sabotage": True})
 
 
-def parse(
-    raw: object, config: TidalConfig = OPEN, *, producer: bool = True, consumer: bool = True
-) -> Leg | None:
+def parse(raw: object, config: TidalConfig = OPEN, *, producer: bool = True, consumer: bool = True) -> Leg | None:
     return parse_params(raw, config, producer=producer, consumer=consumer)
 
 
@@ -37,9 +35,7 @@ def test_no_params_means_no_transfer() -> None:
 
 
 def test_both_legs_of_the_push_dialect() -> None:
-    assert parse({"mode": "push", "role": "prefill", "transfer_id": "xfer-1"}) == PrefillLeg(
-        "xfer-1", sequential=False
-    )
+    assert parse({"mode": "push", "role": "prefill", "transfer_id": "xfer-1"}) == PrefillLeg("xfer-1", sequential=False)
     assert parse(decode()) == DecodeLeg("xfer-1", "prefill-0", "127.0.0.1:7100")
 
 

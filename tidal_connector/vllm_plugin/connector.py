@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 class TidalConnector(KVConnectorBase_V1, SupportsHMA):
     """Pushes the KV of sparse-attention models from prefill straight into the decode engine's host pool."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts = engine_facts(vllm_config)
         log.configure(log_level() or facts.config.log.level, facts.config.log.file)
@@ -160,15 +158,11 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
         """Start to track a request that this engine prefills for another."""
         self.scheduler.new_request(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many prompt tokens will be delivered from outside."""
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Reserve the blocks with the prefill side."""
         self.scheduler.blocks_allocated(request, blocks, num_external_tokens)
 

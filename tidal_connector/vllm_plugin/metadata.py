@@ -40,11 +40,18 @@ class SendChunk:
 
 @dataclass(frozen=True, slots=True)
 class SendEnd:
-    """A prefill request that vLLM finished; ``reason`` is empty where it ended well."""
+    """A prefill request that vLLM finished.
+
+    Attributes:
+        total: tokens of its prompt.
+        scheduled: it ran at least once, so that its pages may be being read.
+        reason: why its KV is not complete; empty where it is.
+    """
 
     request: str
     transfer: str
     total: int
+    scheduled: bool
     reason: str
 
 

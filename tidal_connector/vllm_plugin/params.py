@@ -126,9 +126,7 @@ def parse_params(raw: object, config: TidalConfig, *, producer: bool, consumer: 
     return leg
 
 
-def sequential_answer(
-    transfer: TransferId, engine: EngineId, control: str, expires_at: float
-) -> dict[str, Any]:
+def sequential_answer(transfer: TransferId, engine: EngineId, control: str, expires_at: float) -> dict[str, Any]:
     """Return the dictionary that a sequential proxy hands from the prefill to the decode engine.
 
     Args:
@@ -189,9 +187,7 @@ def _parse_sequential(raw: Mapping[str, Any], config: TidalConfig) -> Leg | None
     _refuse_unknown(raw, _SEQUENTIAL_KEYS)
     wants_decode, wants_prefill = (_flag(raw, name) for name in ("do_remote_decode", "do_remote_prefill"))
     if wants_decode and wants_prefill:
-        raise ParamsError(
-            f"{_FIELD}: do_remote_decode and do_remote_prefill are both true; expected one of them"
-        )
+        raise ParamsError(f"{_FIELD}: do_remote_decode and do_remote_prefill are both true; expected one of them")
     if wants_decode:
         return PrefillLeg(None, sequential=True)
     if not wants_prefill:
@@ -204,9 +200,7 @@ def _parse_sequential(raw: Mapping[str, Any], config: TidalConfig) -> Leg | None
             "prefill engine returned"
         )
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return DecodeLeg(
-        TransferId(_identifier(raw, "transfer_id")), engine, _known_address(engine, address, config)
-    )
+    return DecodeLeg(TransferId(_identifier(raw, "transfer_id")), engine, _known_address(engine, address, config))
 
 
 def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -240,9 +234,7 @@ def _known_address(engine: EngineId, given: object, config: TidalConfig) -> str:
     if config.peers:
         known = config.peers.get(engine)
         if known is None:
-            raise ParamsError(
-                f"{_FIELD}: unknown engine {engine!r}; known: {', '.join(sorted(config.peers))}"
-            )
+            raise ParamsError(f"{_FIELD}: unknown engine {engine!r}; known: {', '.join(sorted(config.peers))}")
         if given is not None and given != known:
             raise ParamsError(f"{_FIELD}: engine {engine!r} is at {known}, not at {given!r}")
         return known
@@ -259,9 +251,7 @@ def _sabotage(raw: object, config: TidalConfig) -> Sabotage | None:
     if raw is None:
         return None
     if not config.allow_sabotage:
-        raise ParamsError(
-            f"{_FIELD}.sabotage is refused: it proves test beds only; set allow_sabotage in the settings"
-        )
+        raise ParamsError(f"{_FIELD}.sabotage is refused: it proves test beds only; set allow_sabotage in the settings")
     try:
         return msgspec.convert(raw, Sabotage)
     except msgspec.ValidationError as error:

@@ -40,7 +40,6 @@ class _Sending:
     pages: list[int] = field(default_factory=list)
     announced: int = 0
     held: bool = False
-    gone: bool = False
 
 
 class TidalScheduler:
@@ -94,11 +93,7 @@ class TidalScheduler:
         self._asked.add(request.request_id)
         end = request.num_prompt_tokens - 1
         first = end - external
-        pages = (
-            blocks.get_block_ids()[0][first // self._block_size : -(-end // self._block_size)]
-            if external
-            else []
-        )
+        pages = blocks.get_block_ids()[0][first // self._block_size : -(-end // self._block_size)] if external else []
         self._next.receives.append(
             Receive(
                 request.request_id,
@@ -129,7 +124,7 @@ class TidalScheduler:
     def _chunks(self, output: SchedulerOutput) -> Iterable[SendChunk]:
         for new in output.scheduled_new_reqs:
             sending = self._sending.get(new.req_id)
-            if sending is not None and not sending.gone:
+            if sending is not None:
                 sending.pages = list(new.block_ids[0])
                 yield from self._chunk(new.req_id, sending, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
@@ -137,7 +132,7 @@ class TidalScheduler:
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             sending = self._sending.get(request_id)
-            if sending is None or sending.gone:
+            if sending is None:
                 continue
             added = list(blocks[0]) if blocks else []
             resumed = request_id in cached.resumed_req_ids
@@ -146,9 +141,7 @@ class TidalScheduler:
                 sending.announced = 0
             yield from self._chunk(request_id, sending, computed, output)
 
-    def _chunk(
-        self, request_id: str, sending: _Sending, computed: int, output: SchedulerOutput
-    ) -> Iterable[SendChunk]:
+    def _chunk(self, request_id: str, sending: _Sending, computed: int, output: SchedulerOutput) -> Iterable[SendChunk]:
         # Rows of a prefix hit are announced with the first chunk, layer by layer, and not at once: vLLM lets
         # a request hit blocks that another request of the same step is only about to write.
         end = min(computed + output.num_scheduled_tokens[request_id], sending.prompt)
@@ -181,8 +174,9 @@ class TidalScheduler:
             return False, None
         complete = not aborted and request.num_computed_tokens >= sending.prompt
         reason = "" if complete else f"the prefill request ended early ({request.status.name})"
-        self._next.ends.append(SendEnd(request_id, sending.transfer, sending.prompt, reason))
-        if sending.gone or not sending.pages:
+        scheduled = bool(sending.pages)
+        self._next.ends.append(SendEnd(request_id, sending.transfer, sending.prompt, scheduled, reason))
+        if not scheduled:
             del self._sending[request_id]
             return False, None
         sending.held = True
@@ -212,11 +206,7 @@ class TidalScheduler:
 
     def filter_output(self, output: KVConnectorOutput) -> None:
         """Drop ids that vLLM no longer tracks, in place, and forget those that it now hears."""
-        ended = {r for r in output.finished_sending or () if r in self._sending}
-        sent = {r for r in ended if self._sending[r].held}
-        for request_id in ended - sent:
-            # The transfer ended (its peer gave it up) while vLLM still computes the request.
-            self._sending[request_id].gone = True
+        sent = {r for r in output.finished_sending or () if r in self._sending and self._sending[r].held}
         received = {r for r in output.finished_recving or () if r in self._receiving}
         for request_id in sent:
             del self._sending[request_id]

@@ -80,9 +80,7 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         if size > 1:
             raise ConfigError(f"{name} = {size}: TidalConnector serves engines of one rank; expected 1")
     consumer = transfer.kv_role in ("kv_consumer", "kv_both")
-    offload = config.offload is Offload.ON or (
-        config.offload is Offload.AUTO and transfer.kv_role == "kv_consumer"
-    )
+    offload = config.offload is Offload.ON or (config.offload is Offload.AUTO and transfer.kv_role == "kv_consumer")
     if offload and transfer.kv_role == "kv_producer":
         raise ConfigError(
             'offload = "on" with kv_role kv_producer: prefill keeps its latents on the device; '
@@ -126,9 +124,7 @@ def layer_index(layer_name: str) -> int:
     return numbers[0]
 
 
-def place_caches(
-    caches: Mapping[str, torch.Tensor], host_layers: Iterable[str]
-) -> tuple[tuple[str, Region], ...]:
+def place_caches(caches: Mapping[str, torch.Tensor], host_layers: Iterable[str]) -> tuple[tuple[str, Region], ...]:
     """Say where each registered cache lies, in layer order, latents before index keys.
 
     Args:
@@ -187,9 +183,7 @@ def model_layout(
             if region.kind is RegionKind.LATENT
             else 0
         )
-        specs.append(
-            RegionSpec(region.kind, region.layer, region.row_bytes, dtype, dtype if rope else "", rope)
-        )
+        specs.append(RegionSpec(region.kind, region.layer, region.row_bytes, dtype, dtype if rope else "", rope))
     leaders = sorted(spec.layer for spec in specs if spec.kind is RegionKind.INDEX)
     layers = sorted({spec.layer for spec in specs})
     rope_text = json.dumps({key: getattr(text, key, None) for key in _ROPE_KEYS}, sort_keys=True, default=str)
@@ -198,9 +192,7 @@ def model_layout(
         model=str(text.model_type),
         regions=tuple(specs),
         index_topk=getattr(text, "index_topk", 0) or 0,
-        sharing=tuple(max((x for x in leaders if x <= layer), default=layer) for layer in layers)
-        if leaders
-        else (),
+        sharing=tuple(max((x for x in leaders if x <= layer), default=layer) for layer in layers) if leaders else (),
         rope=rope_text,
         weights=weights or checkpoint_digest(model.model),
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -234,9 +226,7 @@ def storages(caches: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return (address, bytes) of each distinct memory that the caches are views of, so that each is
     registered once.
     """
-    found = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in caches.values()
-    }
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in caches.values()}
     return sorted(found.items())
 
 

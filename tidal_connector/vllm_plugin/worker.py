@@ -91,8 +91,6 @@ class TidalWorker:
         self._step = TidalMetadata()
         self._saved: set[int] = set()
         self._receives: dict[str, Receive] = {}
-        self._opened: set[str] = set()
-        self._gone: set[str] = set()
         self._failed_blocks: set[int] = set()
 
     # --- start and end
@@ -122,26 +120,24 @@ class TidalWorker:
             )
         placed = place_caches(caches, self._host_layers)
         self._regions = dict(placed)
-        self._latent_bytes = next(
-            caches[name].element_size() for name, r in placed if r.kind is RegionKind.LATENT
-        )
+        self._latent_bytes = next(caches[name].element_size() for name, r in placed if r.kind is RegionKind.LATENT)
         layout = model_layout(self._vllm_config, caches, placed, config.weights)
         placement = placement_of(placed)
         placement.check(layout)
         plane = self._open_plane(caches)
         identity = Identity(engine=facts.engine, incarnation=new_incarnation(), rank=0, size=1)
         if facts.producer:
-            self._sender = Sender(layout, placement, plane, self._counters, config.control)
-        if facts.consumer:
-            self._receiver = Receiver(
-                layout, placement, plane, self._counters, config.control, config.quarantine_s
+            self._sender = Sender(
+                layout, placement, plane, self._counters, config.control, config.transfer.descriptor_bytes
             )
+        if facts.consumer:
+            self._receiver = Receiver(layout, placement, plane, self._counters, config.control, config.quarantine_s)
         loop = ControlLoop(
             identity,
             config.control,
             layout,
             placement,
-            plane,
+            plane.endpoint(),
             self._counters,
             sender=self._sender,
             receiver=self._receiver,
@@ -153,9 +149,7 @@ class TidalWorker:
 
     def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
         config = self._facts.config
-        host = config.transfer.host or (config.control.advertise or config.control.bind).rsplit(":", 1)[
-            0
-        ].strip("[]")
+        host = config.transfer.host or (config.control.advertise or config.control.bind).rsplit(":", 1)[0].strip("[]")
         plane = self._stack.enter_context(open_plane(config, host, self._woken))
         pool = self._pool
         if pool is not None:
@@ -231,9 +225,7 @@ class TidalWorker:
 
     def _bind_receives(self, metadata: TidalMetadata, receiver: Receiver) -> None:
         for decline in metadata.declines:
-            receiver.decline(
-                TransferId(decline.transfer), EngineId(decline.engine), decline.control, decline.reason
-            )
+            receiver.decline(TransferId(decline.transfer), EngineId(decline.engine), decline.control, decline.reason)
         for item in metadata.receives:
             self._receives[item.request] = item
             receiver.reserve(
@@ -251,21 +243,14 @@ class TidalWorker:
 
     def _bind_sends(self, metadata: TidalMetadata, sender: Sender) -> None:
         for chunk in metadata.chunks:
-            if chunk.request in self._gone:
-                continue
             request = RequestId(chunk.request)
             sender.open(request, TransferId(chunk.transfer), chunk.hold_s)
             sender.pages(request, [DevicePageId(page) for page in chunk.pages])
-            self._opened.add(chunk.request)
         for end in metadata.ends:
-            if end.request in self._gone:
-                self._gone.discard(end.request)
-                continue
             request = RequestId(end.request)
-            if end.request not in self._opened:
-                sender.open(request, TransferId(end.transfer), None)
-            self._opened.discard(end.request)
-            if end.reason:
+            if not end.scheduled:
+                sender.reject(TransferId(end.transfer), end.reason)
+            elif end.reason:
                 sender.abort(request, end.reason)
             else:
                 sender.finish(request, end.total)
@@ -300,8 +285,6 @@ class TidalWorker:
         found = Outcomes()
         if self._sender is not None:
             found.sent = {outcome.request for outcome in self._sender.outcomes()}
-            self._gone |= found.sent & self._opened
-            self._opened -= found.sent
         if self._receiver is not None:
             for outcome in self._receiver.outcomes():
                 self._received(outcome.request, outcome.ok, outcome.reason, found)
