@@ -134,8 +134,8 @@ class Switchboard:
             self._refuse(str(error))
             if route.caller:
                 self._answer(route, envelope.sender, Refused(str(error)))
-            elif route in self._called:
-                self._end(self._called[route], str(error), now)
+            elif route in self._called and self.peer(self._called[route]) is None:
+                self._end(self._called[route], str(error), now)  # nobody here speaks our version
         except ProtocolError as error:
             self._refuse(str(error))
         else:

@@ -8,6 +8,7 @@ prefix hits and preemption are one rule. The table of states is in ``control/REA
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -26,6 +27,10 @@ from tidal_connector.control.messages import (
 from tidal_connector.control.party import NEVER, SessionKey
 from tidal_connector.ids import Generation, TransferId
 from tidal_connector.prefill.ranges import EMPTY, Ranges, clip, count, minus, remove, unite
+
+
+PART_TOKENS = 4096
+"""Tokens of a part at most (some MB): its receipt is the only sign of progress, so it must not take long."""
 
 
 class Phase(enum.StrEnum):
@@ -216,6 +221,8 @@ def new(transfer: TransferId, row_bytes: tuple[int, ...]) -> Send:
 
 def step(send: Send, event: Event, now: float) -> Step:
     """Advance a transfer by one event at a monotonic time."""
+    if send.phase is Phase.GONE and not isinstance(event, Opened | Reserved | AbortAsked):
+        return send, []
     match event:
         case Opened():
             return _opened(send, now)
@@ -359,7 +366,7 @@ def _feed(send: Send, now: float) -> Step:
         for part in send.parts:
             if part.layer == layer:  # two writes of one row must not race: a void one ends first
                 todo = remove(todo, part.first, part.end)
-        for start, stop in todo:
+        for start, stop in _cut(todo):
             made += 1
             part = Part(made, layer, start, stop, stop)
             parts.append(part)
@@ -375,6 +382,12 @@ def _feed(send: Send, now: float) -> Step:
     word = Landed(send.transfer, reserve.generation, send.landed)
     gone = msgspec.structs.replace(send, phase=Phase.GONE, ok=True, last_word=word)
     return gone, [*effects, Tell(session, word)]
+
+
+def _cut(ranges: Ranges) -> Iterator[tuple[int, int]]:
+    for first, end in ranges:
+        for start in range(first, end, PART_TOKENS):
+            yield start, min(end, start + PART_TOKENS)
 
 
 def _part_ended(send: Send, event: PartEnded, now: float) -> Step:
@@ -414,9 +427,7 @@ def _peer_lost(send: Send, reason: str, now: float) -> Step:
     if send.phase is Phase.PARKED:
         # Nobody is left to be told, and the request may yet come: it then finds the transfer over.
         return _end(send, reason, now, tell=False)
-    if send.reserve is None or send.phase is Phase.GONE:
-        return send, []
-    return _end(send, reason, now, tell=False)
+    return (send, []) if send.reserve is None else _end(send, reason, now, tell=False)
 
 
 def _tick(send: Send, event: Tick, now: float) -> Step:
@@ -441,8 +452,6 @@ def _tick(send: Send, event: Tick, now: float) -> Step:
 
 def _end(send: Send, reason: str, now: float, *, tell: bool) -> Step:
     """Stop feeding; over only when nothing is in flight any more."""
-    if send.phase is Phase.GONE:
-        return send, []
     if send.phase is Phase.DRAINING:
         return _settle(send)
     send = msgspec.structs.replace(send, phase=Phase.DRAINING, reason=reason, timer=NEVER, moved_at=now)

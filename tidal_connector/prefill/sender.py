@@ -185,9 +185,13 @@ class Sender(Party[SendOutcome]):
         For pages that vLLM takes back by itself (preemption): call :meth:`unready` first, so that nothing is submitted
         anew. Returns False if the time is over first; the pages must not be written then.
         """
+        return self.watch(requests).wait(timeout_s)
+
+    def watch(self, requests: Sequence[RequestId]) -> threading.Event:
+        """Return what is set once :meth:`quiesce` would return True."""
         waiter = _Waiter(frozenset(requests))
         self._post(lambda now: self._waiters.append(waiter), lambda why, now: None)
-        return waiter.quiet.wait(timeout_s)
+        return waiter.quiet
 
     # --- control thread: the party
 
