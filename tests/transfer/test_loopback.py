@@ -123,9 +123,7 @@ def test_a_dropped_peer_fails_and_others_go_on(fabric: LoopbackFabric, sides: tu
         assert bytes(there.memory) == b"\x00" * SIZE
 
 
-def test_a_failing_transport_reports_what_it_acknowledged(
-    fabric: LoopbackFabric, sides: tuple[Side, Side]
-) -> None:
+def test_a_failing_transport_reports_what_it_acknowledged(fabric: LoopbackFabric, sides: tuple[Side, Side]) -> None:
     here, there = sides
     fabric.fail_after = 3
     receipt = here.receipt(here.plane.submit(there.plane.endpoint(), run(here, there)))

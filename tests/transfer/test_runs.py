@@ -54,9 +54,7 @@ def test_every_row_goes_to_its_place_and_nothing_else_moves(plan: tuple) -> None
     runs = plan_runs(source, destination, source_pages, destination_pages, first, end, destination_first)
     moved = {run.destination + byte: run.source + byte for run in runs for byte in range(run.length)}
     expected = {
-        row_of(destination, destination_pages, token, destination_first) + byte: row_of(
-            source, source_pages, token
-        )
+        row_of(destination, destination_pages, token, destination_first) + byte: row_of(source, source_pages, token)
         + byte
         for token in range(first, end)
         for byte in range(source.row_bytes)
@@ -121,12 +119,8 @@ def test_split_keeps_every_byte_within_its_run(lengths: list[int], largest: int)
     runs = [Run(1000 * n + 7, 5000 * n + 3, length) for n, length in enumerate(lengths, 1)]
     pieces = list(split_runs(runs, largest))
     assert all(0 < piece.length <= largest for piece in pieces)
-    moved = [
-        (piece.source + byte, piece.destination + byte) for piece in pieces for byte in range(piece.length)
-    ]
-    assert moved == [
-        (run.source + byte, run.destination + byte) for run in runs for byte in range(run.length)
-    ]
+    moved = [(piece.source + byte, piece.destination + byte) for piece in pieces for byte in range(piece.length)]
+    assert moved == [(run.source + byte, run.destination + byte) for run in runs for byte in range(run.length)]
 
 
 def test_split_refuses_descriptors_of_nothing() -> None:
