@@ -37,12 +37,11 @@ def attend_selected(
     count, heads, width = query.shape
     output = query.new_zeros((count, heads, value_width), dtype=torch.float32)
     valid = slots >= 0
-    # An unused entry reads the query's first selected row: certainly written, so that 0 x NaN cannot happen.
-    safe = torch.where(valid, slots, slots[:, :1].clamp(min=0))
     step = max(1, SELECTED_BYTES // max(1, slots.shape[1] * width * _FLOAT))
     for start in range(0, count, step):
         part = slice(start, min(start + step, count))
-        rows = gather_rows(cache_rows, safe[part]).float()
+        # Rows of unused entries are zeros, never old bytes of the cache: their weight is 0, and 0 x NaN would be NaN.
+        rows = gather_rows(cache_rows, slots[part]).float()
         scores = torch.bmm(query[part].float() * scale, rows.transpose(1, 2))
         scores.masked_fill_(~valid[part].unsqueeze(1), float("-inf"))
         weights = scores.softmax(dim=-1)
