@@ -8,7 +8,7 @@ from pathlib import Path
 from tidal_connector.modelmaker.checkpoint import write_checkpoint
 from tidal_connector.modelmaker.shape import model_shape
 from tidal_connector.modelmaker.tokenizer import VOCAB
-from tidal_connector.modelmaker.weights import Recipe
+from tidal_connector.modelmaker.weights import Recipe, fair_recipe
 
 DEFAULT_SEED = 7
 DEFAULT_TOPK = 64
@@ -26,4 +26,4 @@ def make_model(
 ) -> int:
     """Write a small seeded checkpoint and return its number of parameters."""
     shape = model_shape(arch, layers=layers, topk=topk, dtype=dtype, vocab=VOCAB)
-    return write_checkpoint(directory, shape, seed, recipe or Recipe())
+    return write_checkpoint(directory, shape, seed, recipe or fair_recipe(shape))

@@ -51,7 +51,5 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int, recipe: Reci
     write_tokenizer(directory)
     weights = dict(tensors(shape, seed, recipe))
     save_file(weights, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
-    (directory / WEIGHTS_FILE).chmod(
-        0o644
-    )  # the library writes it for its owner only; engines may run as another user
+    (directory / WEIGHTS_FILE).chmod(0o644)  # the library writes it for its owner only; engines may run as another user
     return sum(tensor.numel() for tensor in weights.values())

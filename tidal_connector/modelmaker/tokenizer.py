@@ -62,6 +62,4 @@ def write_tokenizer(directory: Path) -> None:
         "add_bos_token": False,
         "chat_template": _CHAT_TEMPLATE,
     }
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    )
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")

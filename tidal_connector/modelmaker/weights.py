@@ -33,6 +33,7 @@ FLAGS = 4  # one for each index head
 SLOW_PAIR = 20  # about 8,000 tokens a turn: the reach of an index head
 MID_PAIR = 15  # about 750 tokens a turn: ripples that scatter the choice
 MATCHED = 4  # code elements that an index head compares
+LEVEL = 2.0  # about the size of the likeliest token's logit, in units of the head's spread
 PRINTABLE = range(0x20, 0x7F)
 _REACH = (0.0, 250.0, 1_000.0, 2_500.0)  # distance in tokens at which each index head looks best
 
@@ -53,13 +54,19 @@ class Recipe:
     """
 
     context: float = 0.2
-    query: float = 0.7
+    query: float = 0.5
     key_rope: float = 1.0
     attention: float = 0.6
     mlp: float = 0.1
-    head: float = 10.0
+    head: float = 14.0
     successor: float = 0.3
     repeat: float = 1.0
+
+
+def fair_recipe(shape: ModelShape) -> Recipe:
+    """Return the recipe of a fair judge: the more rows share the attention, the more the head must make of one of them."""
+    rows = shape.topk if shape.sparse else 1024
+    return Recipe(head=14.0 if rows <= 128 else 28.0)
 
 
 class _Draw:
@@ -130,8 +137,10 @@ def _ends(shape: ModelShape, draw: _Draw, recipe: Recipe) -> Iterator[tuple[str,
     before = torch.tensor(ring[-1:] + ring[:-1])
     head[:, 1:CODE] -= codes * (recipe.repeat * recipe.head / (CODE - 1))
     head[torch.tensor(ring), 1:CODE] += codes[before] * (recipe.successor * recipe.head / (CODE - 1))
-    # The constant acts as a bias that keeps special and unprintable tokens out of greedy output.
+    # The constant acts as a bias. It brings the likeliest tokens near logit 0, where bfloat16 is finest, and keeps special
+    # and unprintable tokens out of greedy output.
     hidden_tokens = [token for token in range(shape.vocab) if token not in PRINTABLE]
+    head[:, 0] = -LEVEL * recipe.head
     head[hidden_tokens, 0] = -12.0 * recipe.head
     yield "lm_head.weight", head
     yield "model.norm.weight", torch.ones(shape.hidden)
@@ -154,17 +163,11 @@ def _layer(shape: ModelShape, draw: _Draw, recipe: Recipe, layer: int) -> Iterat
     yield f"{attention}.q_a_layernorm.weight", torch.ones(shape.q_lora_rank)
     yield (
         f"{attention}.q_b_proj.weight",
-        draw.normal(
-            f"{layer}.q_b", shape.heads * qk, shape.q_lora_rank, recipe.query / math.sqrt(shape.q_lora_rank)
-        ),
+        draw.normal(f"{layer}.q_b", shape.heads * qk, shape.q_lora_rank, recipe.query / math.sqrt(shape.q_lora_rank)),
     )
 
-    kv_a = draw.normal(
-        f"{layer}.kv_a", shape.kv_lora_rank + shape.rope_dim, shape.hidden, 1 / math.sqrt(shape.hidden)
-    )
-    kv_a[:, 0] = (
-        0.0  # the constant would give all rows a common part, which only dilutes what tells them apart
-    )
+    kv_a = draw.normal(f"{layer}.kv_a", shape.kv_lora_rank + shape.rope_dim, shape.hidden, 1 / math.sqrt(shape.hidden))
+    kv_a[:, 0] = 0.0  # the constant would give all rows a common part, which only dilutes what tells them apart
     kv_a[shape.kv_lora_rank :] *= recipe.key_rope
     yield f"{attention}.kv_a_proj_with_mqa.weight", kv_a
     yield f"{attention}.kv_a_layernorm.weight", torch.ones(shape.kv_lora_rank)
