@@ -137,8 +137,8 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if compat.REPORTS_FAILED_REQUESTS else self.worker.failed_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Report what the counters gained in this step."""
-        return self.worker.stats()
+        """Report what the counters gained in this step; vLLM asks both halves, and only workers count."""
+        return self._worker.stats() if self._worker is not None else None
 
     def shutdown(self) -> None:
         """Close sockets, threads and registrations."""

@@ -181,7 +181,7 @@ class TidalWorker:
             latent,
             index,
             on_device / layers,
-            f", pool {pool.report.line()}" if pool else "",
+            f", {pool.report.line()}" if pool else "",
             layout.fingerprint(),
         )
 
