@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every message that two workers exchange, readable aloud, and their bytes.
 
-A frame is one msgpack array ``[version, sender, receiver, body]``: the envelope keeps this form in every version, and
-so does :class:`Refused`, so that two versions can always tell each other that they differ. ``sender`` and ``receiver``
-are incarnations; the receiver is empty only in a :class:`Hello` to a peer that is not known yet, and in an answer to
-it. D is the decode worker, which calls; P is the prefill worker, which is called. Pure; called from the control thread.
+A frame is one msgpack array ``[version, sender, receiver, session, body]``: the envelope keeps this form in every
+version, and so does :class:`Refused`, so that two versions can always tell each other that they differ. ``sender`` and
+``receiver`` are incarnations; the receiver is empty only in a :class:`Hello` to a peer that is not known yet, and in
+an answer to it. D is the decode worker, which calls; P is the prefill worker, which is called. Pure; called from the
+control thread.
 """
 
 from __future__ import annotations
@@ -163,11 +164,16 @@ Notice: TypeAlias = Reserve | Parked | Accepted | Progress | Landed | Failed | A
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What every frame starts with, in every version."""
+    """What every frame starts with, in every version.
+
+    ``session`` counts the calls of D's worker: a word of a session that D has given up is never taken for one of the
+    next, although both are between the same two incarnations.
+    """
 
     version: int
     sender: Incarnation
     receiver: Incarnation
+    session: Count
     body: msgspec.Raw
 
 
@@ -175,16 +181,17 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: Incarnation
     receiver: Incarnation
+    session: Count
     body: Message
 
 
-def encode(sender: Incarnation, receiver: Incarnation, message: Message) -> bytes:
+def encode(sender: Incarnation, receiver: Incarnation, session: int, message: Message) -> bytes:
     """Return the frame of a message.
 
     Raises:
         ProtocolError: it is larger than FRAME_LIMIT bytes.
     """
-    frame = msgspec.msgpack.encode(_Frame(PROTOCOL_VERSION, sender, receiver, message))
+    frame = msgspec.msgpack.encode(_Frame(PROTOCOL_VERSION, sender, receiver, session, message))
     if len(frame) > FRAME_LIMIT:
         kind = type(message).__name__
         raise ProtocolError(f"{kind} of {len(frame)} bytes is larger than a frame may be ({FRAME_LIMIT} bytes)")
@@ -220,3 +227,11 @@ def read_body(envelope: Envelope) -> Message:
         return msgspec.msgpack.decode(envelope.body, type=Message)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"unreadable message: {error}") from None
+
+
+def foreign_refusal(envelope: Envelope) -> bool:
+    """Say whether a frame of another version is a :class:`Refused`, the one message that all versions share."""
+    try:
+        return isinstance(msgspec.msgpack.decode(envelope.body, type=Refused), Refused)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError):
+        return False

@@ -26,6 +26,7 @@ from tidal_connector.control.messages import (
     Reserve,
     Welcome,
     encode,
+    foreign_refusal,
     open_envelope,
     read_body,
 )
@@ -55,10 +56,11 @@ class Wire(Protocol):
 
 
 class _Session:
-    __slots__ = ("called", "expects", "heard", "key", "peer", "route", "speak_at")
+    __slots__ = ("called", "expects", "heard", "key", "number", "peer", "route", "speak_at")
 
-    def __init__(self, key: SessionKey, route: Route, called: bool, expects: EngineId, now: float) -> None:
+    def __init__(self, key: SessionKey, number: int, route: Route, called: bool, expects: EngineId, now: float) -> None:
         self.key = key
+        self.number = number  # of D's calls
         self.route = route
         self.called = called  # by us
         self.expects = expects
@@ -91,6 +93,7 @@ class Switchboard:
         self._callers: dict[Incarnation, SessionKey] = {}
         self._buried: OrderedDict[Incarnation, None] = OrderedDict()
         self._made = 0
+        self._calls = 0
 
     # --- for the parties (Link)
 
@@ -103,7 +106,8 @@ class Switchboard:
         route = self._wire.dial(address, engine)
         if route in self._called:
             return self._called[route]
-        session = self._open(route, True, engine, now)
+        self._calls += 1
+        session = self._open(self._calls, route, True, engine, now)
         self._called[route] = session.key
         self._greet(session, now)
         return session.key
@@ -132,10 +136,10 @@ class Switchboard:
             message = read_body(envelope)
         except VersionMismatch as error:
             self._refuse(str(error))
-            if route.caller:
-                self._answer(route, envelope.sender, Refused(str(error)))
-            elif route in self._called and self.peer(self._called[route]) is None:
-                self._end(self._called[route], str(error), now)  # nobody here speaks our version
+            if route.caller and envelope.sender not in self._callers:
+                self._answer(route, envelope, Refused(str(error)))
+            elif route in self._called and foreign_refusal(envelope):
+                self._end(self._called[route], str(error), now)
         except ProtocolError as error:
             self._refuse(str(error))
         else:
@@ -182,6 +186,8 @@ class Switchboard:
         session = self._sessions.get(key) if key is not None else None
         if session is None:
             self._stale(route, envelope, message, f"there is no session with incarnation {envelope.sender!r}")
+        elif session.number != envelope.session:
+            self._counters.add("notices_stale")
         elif session.called and isinstance(message, Welcome):
             self._welcome(session, envelope, message, now)
         elif session.called and isinstance(message, Refused):
@@ -218,15 +224,18 @@ class Switchboard:
             welcome, peer = answer(self._local, heard)
         except TidalError as error:
             self._refuse(str(error))
-            self._answer(route, envelope.sender, Refused(str(error)[:8000]))
+            self._answer(route, envelope, Refused(str(error)[:8000]))
             return
         known = self._sessions.get(self._callers.get(incarnation, SessionKey("")))
-        if known is not None and known.peer != peer:
-            self._refuse(f"engine {peer.identity.engine!r} greets again with another placement or endpoint")
+        if known is not None and (envelope.session < known.number or known.peer != peer):
+            self._refuse(f"engine {peer.identity.engine!r} greets again, late or with another placement or endpoint")
             return
+        if known is not None and envelope.session > known.number:
+            self._end(known.key, f"engine {peer.identity.engine!r} gave the former session up", now)
+            known = None
         if known is None:
             self._replace(peer, now)
-            known = self._open(route, False, peer.identity.engine, now)
+            known = self._open(envelope.session, route, False, peer.identity.engine, now)
             self._callers[incarnation] = known.key
             self._rise(known, peer, now)
         known.heard = now
@@ -254,17 +263,17 @@ class Switchboard:
             peer = check_welcome(self._local, session.expects, heard)
         except TidalError as error:
             self._refuse(str(error))
-            self._answer(session.route, envelope.sender, Bye(str(error)[:8000]))
+            self._answer(session.route, envelope, Bye(str(error)[:8000]))
             self._end(session.key, str(error), now)
             return
         self._rise(session, peer, now)
 
     # --- sessions
 
-    def _open(self, route: Route, called: bool, expects: EngineId, now: float) -> _Session:
+    def _open(self, number: int, route: Route, called: bool, expects: EngineId, now: float) -> _Session:
         self._made += 1
         key = SessionKey(f"{self._made}:{expects}")
-        session = self._sessions[key] = _Session(key, route, called, expects, now)
+        session = self._sessions[key] = _Session(key, number, route, called, expects, now)
         return session
 
     def _rise(self, session: _Session, peer: Peer, now: float) -> None:
@@ -296,7 +305,7 @@ class Switchboard:
 
     def _greet(self, session: _Session, now: float) -> None:
         third = self._local.lease_s / 3
-        sent = self._post(session.route, Incarnation(""), hello(self._local, session.expects))
+        sent = self._post(session.route, Incarnation(""), session.number, hello(self._local, session.expects))
         session.speak_at = now + (third if sent else min(third, _QUICK_S))
 
     def _party(self, session: _Session) -> Party[object]:
@@ -308,13 +317,13 @@ class Switchboard:
 
     def _say(self, session: _Session, message: Message) -> bool:
         assert session.peer is not None
-        return self._post(session.route, session.peer.identity.incarnation, message)
+        return self._post(session.route, session.peer.identity.incarnation, session.number, message)
 
-    def _answer(self, route: Route, receiver: Incarnation, message: Message) -> None:
-        self._post(route, receiver, message)
+    def _answer(self, route: Route, envelope: Envelope, message: Message) -> None:
+        self._post(route, envelope.sender, envelope.session, message)
 
-    def _post(self, route: Route, receiver: Incarnation, message: Message) -> bool:
-        return self._wire.send(route, encode(self._local.identity.incarnation, receiver, message))
+    def _post(self, route: Route, receiver: Incarnation, session: int, message: Message) -> bool:
+        return self._wire.send(route, encode(self._local.identity.incarnation, receiver, session, message))
 
     def _refuse(self, reason: str) -> None:
         self._counters.add("messages_refused")
@@ -326,6 +335,6 @@ class Switchboard:
             mine = self._local.identity
             self._answer(
                 route,
-                envelope.sender,
+                envelope,
                 Refused(f"{reason}; here is {mine.engine!r}, incarnation {mine.incarnation!r}"[:8000]),
             )

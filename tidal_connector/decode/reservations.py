@@ -174,7 +174,9 @@ def _session_up(receive: Receive, now: float) -> Step:
 def _session_lost(receive: Receive, reason: str, now: float) -> Step:
     if receive.phase is Phase.CALLING:
         return _release(receive, reason)  # nothing was ever sent
-    receive = msgspec.structs.replace(receive, settled_at=min(receive.settled_at, now + receive.timers.lease_s))
+    # P hears nothing more of this session, so it stops within its lease on us; one more for words still on their way.
+    settled_at = min(receive.settled_at, now + 2 * receive.timers.lease_s)
+    receive = msgspec.structs.replace(receive, settled_at=settled_at)
     if receive.phase is Phase.QUARANTINE:
         return _bounded(receive, now), []
     return _quarantine(receive, reason, now, abort=False)

@@ -28,7 +28,6 @@ from tidal_connector.control.party import NEVER, SessionKey
 from tidal_connector.ids import Generation, TransferId
 from tidal_connector.prefill.ranges import EMPTY, Ranges, clip, count, minus, remove, unite
 
-
 PART_TOKENS = 4096
 """Tokens of a part at most (some MB): its receipt is the only sign of progress, so it must not take long."""
 
