@@ -9,15 +9,20 @@ each attention layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tidal_connector.errors import ConfigError
+from tidal_connector.vllm_plugin import front_door
+from tidal_connector.vllm_plugin.translate import EngineFacts, engine_facts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.inputs import EngineInput
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -30,7 +35,22 @@ _STOCK_MLA = (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA)
 
 
 class TidalCpuPlatform(CpuPlatform):
-    """vLLM's CPU platform with our MLA backends and our worker."""
+    """vLLM's CPU platform with our MLA backends and our worker, and a door that refuses bad transfer parameters."""
+
+    # vLLM asks the class, not an object, about each request; set in the process that builds the configuration,
+    # which is the front end.
+    _facts: ClassVar[EngineFacts | None] = None
+
+    @classmethod
+    def validate_request(cls, processed_inputs: EngineInput, params: SamplingParams | PoolingParams) -> None:
+        """Refuse a request whose ``kv_transfer_params`` this engine cannot use; its client gets HTTP 400.
+
+        Raises:
+            ParamsError: what is wrong with them.
+        """
+        super().validate_request(processed_inputs, params)
+        if cls._facts is not None:
+            front_door.check_request(cls._facts, params)
 
     @classmethod
     def get_attn_backend_cls(
@@ -65,6 +85,9 @@ class TidalCpuPlatform(CpuPlatform):
         from tidal_connector.vllm_plugin.cpu import offload
 
         offload.resolve(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == offload.CONNECTOR:
+            cls._facts = engine_facts(vllm_config)
         if not _served(vllm_config.model_config, vllm_config.attention_config.backend):
             return
         if block_size not in BLOCK_SIZES:
