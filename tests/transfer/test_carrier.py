@@ -264,13 +264,14 @@ def test_retiring_drains_and_gives_the_engine_back(bench: Bench) -> None:
 
 
 def test_a_peer_stuck_in_its_opening_delays_no_other(bench: Bench) -> None:
-    bench.engines.next.opening.clear()
+    stuck = bench.engines.next
+    stuck.opening.clear()
     blocked = bench.submit()
     other = Bench()
     other.carrier.start()
     assert other.receipt(other.submit()).ok
     assert bench.receipts == []
-    bench.engine.opening.set()
+    stuck.opening.set()
     assert bench.receipt(blocked).ok
     other.carrier.retire("over")
     assert other.carrier.join(10)

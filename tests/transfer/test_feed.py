@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,15 @@ def test_the_window_bounds_what_is_in_flight() -> None:
     third = feed.next(2.0)
     assert third is not None
     assert (third.run.source, third.run.length) == (120, 10)
+
+
+@pytest.mark.parametrize(("row", "in_flight"), [(4, 8), (10, 4), (16, 3), (100, 2)])
+def test_more_of_very_small_descriptors_are_in_flight(row: int, in_flight: int) -> None:
+    feed = Feed(window=2, largest=640)
+    feed.add(A, [Run(1000 * n, 1000 * n, row) for n in range(1, 50)], 0.0)
+    while feed.next(1.0) is not None:
+        pass
+    assert feed.in_flight == in_flight
 
 
 def test_a_ticket_ends_with_its_last_descriptor() -> None:

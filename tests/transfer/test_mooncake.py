@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.transfer.mooncake_bench import HOST, STALL_S, Source, Target, source, target
-from tidal_connector.config import Protocol, TransferConfig, load_config
+from tidal_connector.config import PoolConfig, Protocol, TransferConfig, load_config
 from tidal_connector.errors import TransferFailed
 from tidal_connector.layout import Home
+from tidal_connector.memory import open_region
 from tidal_connector.transfer.mooncake import MooncakePlane
 from tidal_connector.transfer.plane import open_plane
 from tidal_connector.transfer.runs import Run
@@ -118,17 +119,40 @@ def test_a_peer_that_refuses_fails_at_once(ends: tuple[Source, Target]) -> None:
     assert "did not describe itself" in receipt.reason
 
 
-def test_a_silent_peer_fails_within_its_deadline_and_delays_no_other(ends: tuple[Source, Target]) -> None:
-    here, there = ends
+def test_a_silent_peer_fails_by_our_deadline(ends: tuple[Source, Target]) -> None:
+    here, _ = ends
     with socket.create_server((HOST, 0)) as silent:  # the kernel accepts, nobody answers
+        endpoint = f"{HOST}:{silent.getsockname()[1]}"
+        receipt = here.receipt(here.plane.submit(endpoint, [Run(here.address, 4096, 8)]), timeout_s=50)
+    assert "did not describe itself within 3 s" in receipt.reason
+    assert (receipt.bytes, receipt.drained) == (0, True)
+
+
+def test_a_silent_peer_delays_no_other(ends: tuple[Source, Target]) -> None:
+    _, there = ends
+    with source(SIZE, stall_s=60) as here, socket.create_server((HOST, 0)) as silent:
         endpoint = f"{HOST}:{silent.getsockname()[1]}"
         stuck = here.plane.submit(endpoint, [Run(here.address, 4096, 8)])
         good = here.send(there)
         assert here.receipt(good).ok
         assert stuck not in here.receipts
-        receipt = here.receipt(stuck)
-    assert not receipt.ok
-    assert receipt.bytes == 0
+        silent.accept()[0].close()
+        assert not here.receipt(stuck).ok
+
+
+def test_a_pool_of_mixed_pages_is_one_target(ends: tuple[Source, Target]) -> None:
+    """One registration and one descriptor may span pieces of different page kinds."""
+    here, _ = ends
+    length = 24 << 20
+    with (
+        open_region(length, PoolConfig()) as pool,
+        MooncakePlane(TransferConfig(), HOST, print, stall_s=STALL_S) as there,
+    ):
+        there.register(pool.address, pool.length, Home.HOST)
+        ticket = here.plane.submit(there.endpoint(), [Run(here.address, pool.address, length)])
+        assert here.receipt(ticket).ok
+        assert pool.buffer[:length] == here.memory[:length].data
+        here.plane.forget_peer(there.endpoint())
 
 
 def test_nothing_works_before_open_and_after_close() -> None:
