@@ -86,13 +86,14 @@ class Stack:
     """The processes of one deployment, as a context manager that starts them and waits until all serve.
 
     Attributes:
+        settings: what it was made of.
         prefill, decode, proxy: always there.
         reference: the engine without a connector, or None.
         prefill_control: control address of the prefill engine.
     """
 
     def __init__(self, settings: StackSettings, progress: Callable[[list[str], float], None] | None = None) -> None:
-        self._settings = settings
+        self.settings = settings
         self._progress = progress
         self._exit = contextlib.ExitStack()
         http = free_ports(6)
@@ -123,17 +124,17 @@ class Stack:
     def _transfer(self, role: Role, control_port: int) -> str:
         tidal: dict[str, Any] = {"control": {"bind": f"127.0.0.1:{control_port}"}}
         if role is Role.DECODE:
-            tidal["pool"] = {"bytes": self._settings.pool_bytes}
-        extra = self._settings.prefill_tidal if role is Role.PREFILL else self._settings.decode_tidal
+            tidal["pool"] = {"bytes": self.settings.pool_bytes}
+        extra = self.settings.prefill_tidal if role is Role.PREFILL else self.settings.decode_tidal
         config = ServeConfig(
             engine=PREFILL_ENGINE if role is Role.PREFILL else DECODE_ENGINE,
-            load_failure_policy="fail" if self._settings.load_failure_policy == "fail" else "recompute",
+            load_failure_policy="fail" if self.settings.load_failure_policy == "fail" else "recompute",
             tidal=_merged(tidal, extra),
         )
         return kv_transfer_config(config, role)
 
     def _engine(self, name: str, port: int, transfer: str | None, args: tuple[str, ...] = ()) -> ServerProcess:
-        settings = self._settings
+        settings = self.settings
         command = engine_command(
             [
                 *("--model", str(settings.model), "--served-model-name", MODEL_NAME),
@@ -160,7 +161,7 @@ class Stack:
         return self._server("proxy", command, child_environment(), port)
 
     def _server(self, name: str, command: list[str], environment: dict[str, str], port: int) -> ServerProcess:
-        log = self._settings.logs / f"{name}.log"
+        log = self.settings.logs / f"{name}.log"
         return ServerProcess(name, command, environment, f"http://127.0.0.1:{port}", log)
 
 
