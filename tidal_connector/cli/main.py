@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from tidal_connector import __version__
+from tidal_connector.cli.make_model import make_model
 from tidal_connector.errors import TidalError
 
 app = typer.Typer(
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command("make-model")(make_model)
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 

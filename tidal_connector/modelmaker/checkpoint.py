@@ -53,3 +53,9 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int, recipe: Reci
     save_file(weights, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
     (directory / WEIGHTS_FILE).chmod(0o644)  # the library writes it for its owner only; engines may run as another user
     return sum(tensor.numel() for tensor in weights.values())
+
+
+def disable_checkpoint(directory: Path) -> None:
+    """Remove config and weights, so that no engine can load a checkpoint that was refused."""
+    for name in ("config.json", WEIGHTS_FILE):
+        (directory / name).unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte-level tokenizer of the checkpoints: 256 bytes and a few special tokens, so a prompt has as many tokens as bytes.
+"""The byte-level tokenizer of the checkpoints: 256 bytes and a few special tokens; a byte is a token.
 
 Owns the token ids. Called by ``checkpoint`` in the caller's thread.
 """

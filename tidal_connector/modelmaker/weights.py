@@ -3,15 +3,16 @@
 
 How the recipe works, in the order in which a token meets it:
 
-* **Code lane.** The first hidden elements of each embedding are a constant 1, a code of +1 and -1 that names the token, and
-  one flag of four. No layer ever writes there, so every layer reads them unharmed. Index keys, index queries and attention
-  queries are made from this lane alone.
+* **Code lane.** The first hidden elements of each embedding are a constant 1, a code of +1 and -1 that names the
+  token, and one flag of four. No layer ever writes there, so every layer reads them unharmed. Index keys, index
+  queries and attention queries are made from this lane alone.
 * **Exact selection.** An index key is a code (after its LayerNorm exactly +1 and -1, which fp8 keeps) and a rotated
-  constant; so is the query; one index head, named by the token's flag, has weight. A score is thus a small whole number
-  (likeness of codes) plus a smooth function of the distance, and a rounding difference elsewhere in the model cannot
-  reorder it. A pure random indexer would flip choices near the k-th place with every change of the chunk size.
-* **Context lane.** Latents (keys and values) mix code and context, attention writes into the context lane, and so a row
-  holds what its whole past was. Attention logits spread by about 1, so each of the k selected rows matters and none rules.
+  constant; so is the query; one index head, named by the token's flag, has weight. A score is thus a small whole
+  number (likeness of codes) plus a smooth function of the distance, and a rounding difference elsewhere in the model
+  cannot reorder it. A random indexer would flip choices near the k-th place with every change of the chunk size.
+* **Context lane.** Latents (keys and values) mix code and context, attention writes into the context lane, and so a
+  row holds what its whole past was. Attention logits spread by less than 1, so each selected row matters and none
+  rules.
 * **Peaked head.** The logits are scaled at the head only: the tokens' margins grow, the layers stay well-conditioned.
 """
 
@@ -64,7 +65,7 @@ class Recipe:
 
 
 def fair_recipe(shape: ModelShape) -> Recipe:
-    """Return the recipe of a fair judge: the more rows share the attention, the more the head must make of one of them."""
+    """Return the recipe of a fair judge: the more rows share the attention, the more the head makes of one."""
     rows = shape.topk if shape.sparse else 1024
     return Recipe(head=14.0 if rows <= 128 else 28.0)
 
@@ -103,7 +104,7 @@ class _Draw:
 
 
 def tensors(shape: ModelShape, seed: int, recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (checkpoint name, tensor) for every weight, in the shape's dtype; k_norm stays float32 as in DeepSeek's."""
+    """Yield (checkpoint name, tensor) for every weight, in the shape's dtype; k_norm stays float32."""
     import torch
 
     draw = _Draw(seed)
@@ -130,15 +131,15 @@ def _ends(shape: ModelShape, draw: _Draw, recipe: Recipe) -> Iterator[tuple[str,
     head = torch.zeros(shape.vocab, shape.hidden)
     width = shape.hidden - lane
     head[:, lane:] = draw.normal("head", shape.vocab, width, recipe.head / math.sqrt(width))
-    # The code lane adds what a real model's bigrams would: a liking for one successor, a dislike of repetition. Without it,
-    # greedy output of so small a model falls into a loop of one or two tokens and hides what the context says.
+    # The code lane adds what a real model's bigrams would: a liking for one successor, a dislike of repetition. Without
+    # it, greedy output of so small a model falls into a loop of one or two tokens and hides what the context says.
     codes = embedding[:, 1:CODE]
     ring = [PRINTABLE[i] for i in draw.order("ring", len(PRINTABLE))]
     before = torch.tensor(ring[-1:] + ring[:-1])
     head[:, 1:CODE] -= codes * (recipe.repeat * recipe.head / (CODE - 1))
     head[torch.tensor(ring), 1:CODE] += codes[before] * (recipe.successor * recipe.head / (CODE - 1))
-    # The constant acts as a bias. It brings the likeliest tokens near logit 0, where bfloat16 is finest, and keeps special
-    # and unprintable tokens out of greedy output.
+    # The constant acts as a bias. It brings the likeliest tokens near logit 0, where bfloat16 is finest, and keeps
+    # special and unprintable tokens out of greedy output.
     hidden_tokens = [token for token in range(shape.vocab) if token not in PRINTABLE]
     head[:, 0] = -LEVEL * recipe.head
     head[hidden_tokens, 0] = -12.0 * recipe.head
@@ -207,8 +208,8 @@ def _indexer(shape: ModelShape, draw: _Draw, layer: int, prefix: str) -> Iterato
     key_order = draw.order(f"{layer}.index_key", CODE)
     key_signs = draw.signs(f"{layer}.index_key_sign", 1, code)[0]
 
-    # Plain half: the code, permuted. Rotated half: its negative, so that the LayerNorm's mean is 0 and its output exactly
-    # +1 and -1; there it is then replaced by a constant (weight 0, bias), which rope turns into the position.
+    # Plain half: the code, permuted. Rotated half: its negative, so that the LayerNorm's mean is 0 and its output
+    # exactly +1 and -1; there a constant then replaces it (weight 0, bias), which rope turns into the position.
     wk = torch.zeros(shape.index_dim, shape.hidden)
     for i in range(code):
         wk[rope + i, key_order[i % CODE]] = key_signs[i]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a checkpoint on the plain engine: how much noise it makes, and how well it notices one wrong KV row.
 
-Run as ``python -m tidal_connector.vllm_plugin.measure_model MODEL OUT.json`` in a process of its own, with vLLM's engine in
-that process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): the measurement changes the scheduler's token budget between runs and
-overwrites rows of the KV cache in place. No connector takes part.
+Run as ``python -m tidal_connector.vllm_plugin.measure_model MODEL OUT.json`` in a process of its own, with vLLM's
+engine in that process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): the measurement changes the scheduler's token budget
+between runs and overwrites rows of the KV cache in place. No connector takes part.
 
 Owns the engine; takes a model directory; hands on one JSON object (see :func:`measure`). One thread.
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +30,53 @@ PROBE_STEPS = 8
 TOP = 5
 _LONG = 2257  # more than one chunk of the largest size
 _BATCH_LENGTHS = (15, 64, 65, 129, 300, 517, 800, 1000)
-_WORDS = ["the", "low", "road", "to", "an", "old", "harbour", "is", "dry", "by", "noon", "and", "boats", "wait", "there", "for", "rain", "while", "five", "people", "count", "grey", "stones,", "ask", "for", "news,", "mend", "nets,", "boil", "tea;", "then", "all", "go", "home", "when", "lamps", "are", "lit", "over", "17", "doors", "and", "no", "one", "sings"]
+_WORDS = [
+    "the",
+    "low",
+    "road",
+    "to",
+    "an",
+    "old",
+    "harbour",
+    "is",
+    "dry",
+    "by",
+    "noon",
+    "and",
+    "boats",
+    "wait",
+    "there",
+    "for",
+    "rain",
+    "while",
+    "five",
+    "people",
+    "count",
+    "grey",
+    "stones,",
+    "ask",
+    "for",
+    "news,",
+    "mend",
+    "nets,",
+    "boil",
+    "tea;",
+    "then",
+    "all",
+    "go",
+    "home",
+    "when",
+    "lamps",
+    "are",
+    "lit",
+    "over",
+    "17",
+    "doors",
+    "and",
+    "no",
+    "one",
+    "sings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +106,20 @@ def prompt_text(length: int, seed: int) -> list[int]:
 
 
 def largest_difference(reference: Trace, other: Trace) -> float:
-    """Return the largest change of a logprob among each step's five likeliest tokens.
+    """Return the largest change of a logprob (nats) among each step's five likeliest tokens.
 
-    Steps count up to the first different token, that step included: later steps have other contexts. A token that is
-    missing among the other trace's logprobs counts as infinitely far.
+    Steps count up to the first different token, that step included: later steps have other contexts. A token that
+    is missing among the other trace's logprobs counts as if it were as likely as the least likely one there.
     """
     largest = 0.0
     for step, expected in enumerate(reference.logprobs):
         got = other.logprobs[step]
+        least = min(got.values())
         likeliest = sorted(expected, key=lambda token: -expected[token])[:TOP]
-        for token in likeliest:
-            largest = max(largest, abs(expected[token] - got.get(token, float("-inf"))))
+        changes = [abs(expected[token] - got.get(token, least)) for token in likeliest]
+        if any(math.isnan(change) for change in changes):
+            return math.nan
+        largest = max(largest, *changes)
         if reference.tokens[step] != other.tokens[step]:
             break
     return largest
@@ -145,7 +196,7 @@ class Bench:
         ]
 
     def select(self, prompt: list[int]) -> tuple[Trace, dict[int, list[int]], list[int]]:
-        """Run a cached prompt; return its trace, the rows that each layer selected at its last token, and its blocks."""
+        """Run a cached prompt; return its trace, what each layer selected at its last token, and its blocks."""
         self._seen = _Selections(recording=True)
         trace = self.run([prompt], max(CHUNKS), PROBE_STEPS)[0]
         self._seen.recording = False
@@ -207,8 +258,8 @@ def _margin(step: dict[int, float]) -> float:
 
 
 def _sensitivity(bench: Bench) -> dict[str, Any]:
-    # One token past a whole block: the prefix cache then holds all rows but the last one, and a run that follows computes
-    # that one token and its successors from the cache, as a decode engine does from rows it was sent.
+    # One token past a whole block: the prefix cache then holds all rows but the last one, and a run that follows
+    # computes that one token and its successors from the cache, as a decode engine does from rows it was sent.
     prompt = prompt_text(48 * BLOCK + 1, 2)
     bench.forget()
     bench.run([prompt], CHUNKS[0], 1)
@@ -229,6 +280,7 @@ def _sensitivity(bench: Bench) -> dict[str, Any]:
                 probes.append({"layer": layer, "position": position, "kind": kind, "change": change})
     return {
         "smallest": min(probe["change"] for probe in probes),
+        "median": statistics.median(probe["change"] for probe in probes),
         "by_kind": {
             kind: min(probe["change"] for probe in probes if probe["kind"] == kind)
             for kind in ("negated", "zeroed", "foreign")
@@ -240,7 +292,7 @@ def _sensitivity(bench: Bench) -> dict[str, Any]:
 
 
 def _another(prompt: list[int], position: int) -> int:
-    """Return a position about half a prompt away that holds another token (its row differs already in the first layer)."""
+    """Return a position about half a prompt away that holds another token, so that its row differs in each layer."""
     cached = len(prompt) - 1
     candidates = ((position + len(prompt) // 2 + step) % cached for step in range(cached))
     return next(other for other in candidates if prompt[other] != prompt[position])
