@@ -99,10 +99,16 @@ class Source:
 
 
 @contextmanager
-def source(size: int, config: TransferConfig | None = None, stall_s: float = STALL_S) -> Iterator[Source]:
+def source(
+    size: int,
+    config: TransferConfig | None = None,
+    stall_s: float = STALL_S,
+    abandon_s: float | None = None,
+) -> Iterator[Source]:
     """Open a plane here with ``size`` bytes of registered, seeded noise that has no zero and no 0x77."""
     news = threading.Semaphore(0)
     memory = np.random.default_rng(1).integers(1, 0x70, size, dtype=np.uint8)
-    with MooncakePlane(config or TransferConfig(), HOST, news.release, stall_s=stall_s) as plane:
+    plane_config = config or TransferConfig()
+    with MooncakePlane(plane_config, HOST, news.release, stall_s=stall_s, abandon_s=abandon_s) as plane:
         plane.register(memory.ctypes.data, size, Home.DEVICE, target=False)
         yield Source(plane, memory, news)

@@ -145,6 +145,34 @@ def test_closing_with_writes_to_a_stopped_target_returns_and_reads_no_source_aft
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tidal-carry")]
 
 
+def test_destroying_the_engine_as_the_last_resort_lets_the_source_go(tmp_path: Path) -> None:
+    """The target stops, and the engine is destroyed before Mooncake itself gives up: nothing new may be read."""
+    with target(tmp_path, SIZE) as there, source(SIZE, abandon_s=0.3) as here:
+        ticket = here.send(there)
+        wait_for_bytes(there)
+        os.kill(there.process.pid, signal.SIGSTOP)
+        receipt = here.receipt(ticket)
+        assert "its engine was destroyed" in receipt.reason
+        assert not receipt.drained
+        here.memory[:] = NEW
+        os.kill(there.process.pid, signal.SIGCONT)
+        settle(there)
+        assert landed_new_bytes(there) == 0
+        # a busy machine may exceed so short a limit again
+        assert any(here.receipt(here.send(there, 4096)).ok for _ in range(10))
+
+
+def test_the_target_sees_when_no_connection_of_a_peer_is_left(tmp_path: Path) -> None:
+    with target(tmp_path, 1 << 20) as there:
+        with source(1 << 20) as here:
+            assert here.receipt(here.send(there)).ok
+            assert there.connections()
+        end = time.monotonic() + 20
+        while there.connections():
+            assert time.monotonic() < end, "connections were left"
+            time.sleep(0.05)
+
+
 def test_no_thread_survives_a_plane(tmp_path: Path) -> None:
     with target(tmp_path, 1 << 20) as there:
         with source(1 << 20) as here:
