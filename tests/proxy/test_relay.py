@@ -101,6 +101,7 @@ def test_fr_39_5xx_is_retried_once_on_a_fresh_transfer_then_passed(
         assert (answer.status_code, answer.content) == (status, body)
         failing = (bed.prefill if side == "prefill" else bed.decode)[0]
         assert len({seen.transfer for seen in failing.requests}) == len(failing.requests) == 2
+        assert len({seen.headers["x-request-id"] for seen in failing.requests}) == 2
         assert (await bed.settled())["tidal_proxy_retries_total"] == 1
 
     wrong = replies.status(status, body)
@@ -306,7 +307,7 @@ def test_fr_44_transfer_parameters_of_a_client_are_stripped(run_bed: Any) -> Non
     forged = {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_block_ids": [1, 2]}
 
     async def scenario(bed: Any) -> None:
-        await bed.post(kv_transfer_params=forged, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
+        await bed.post(kv_transfer_params=forged, ec_transfer_params=forged, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
         for seen in (bed.prefill[0].requests[0], bed.decode[0].requests[0]):
             assert "192.0.2.1" not in json.dumps(seen.body)
             assert seen.body["vllm_xargs"] == {"kept": 1}
