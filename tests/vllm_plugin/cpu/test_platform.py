@@ -81,12 +81,14 @@ def test_each_kind_of_attention_gets_its_backend(sparse: bool, mla: bool, select
 
 
 def test_the_front_door_refuses_bad_transfer_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.exceptions import VLLMValidationError
+
     from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform
 
     monkeypatch.setattr(TidalCpuPlatform, "_facts", None)
     bad = SimpleNamespace(extra_args={"kv_transfer_params": {"mode": "push", "rolle": "decode"}})
     TidalCpuPlatform.validate_request({}, bad)  # an engine without our connector has no say
     vllm_config(tmp_path, "v32", kv_transfer_config=transfer("kv_consumer"))
-    with pytest.raises(ValueError, match=r"unknown key 'rolle'; did you mean 'role'\?"):
+    with pytest.raises(VLLMValidationError, match=r"unknown key 'rolle'; did you mean 'role'\?"):
         TidalCpuPlatform.validate_request({}, bad)
     TidalCpuPlatform.validate_request({}, SimpleNamespace(extra_args=None))

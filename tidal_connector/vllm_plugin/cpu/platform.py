@@ -46,7 +46,7 @@ class TidalCpuPlatform(CpuPlatform):
         """Refuse a request whose ``kv_transfer_params`` this engine cannot use; its client gets HTTP 400.
 
         Raises:
-            ParamsError: what is wrong with them.
+            VLLMValidationError: what is wrong with them.
         """
         super().validate_request(processed_inputs, params)
         if cls._facts is not None:
