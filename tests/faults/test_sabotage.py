@@ -11,10 +11,10 @@ import pytest
 from tests.faults.scenarios import scenario
 from tests.faults.world import Violation
 from tidal_connector.control import party, switchboard
-from tidal_connector.control.messages import Abort
+from tidal_connector.control.messages import Abort, Landed
 from tidal_connector.decode import receiver, reservations
-from tidal_connector.prefill import pushes, requests, sender
-from tidal_connector.prefill.ranges import unite
+from tidal_connector.prefill import ledger, pushes, requests, sends
+from tidal_connector.prefill.ranges import clip, unite
 
 WORLDS = 1500
 Patch = pytest.MonkeyPatch
@@ -23,7 +23,7 @@ Patch = pytest.MonkeyPatch
 def source_pages_without_draining(patch: Patch) -> None:
     """P gives its pages back while they are still being read."""
 
-    def settle(send: requests.Send) -> requests.Step:
+    def settle(send: sends.Send) -> sends.Step:
         return whole(msgspec.structs.replace(send, parts=()))
 
     whole = requests._settle
@@ -32,7 +32,7 @@ def source_pages_without_draining(patch: Patch) -> None:
 
 def preemption_without_waiting(patch: Patch) -> None:
     """P's pages are taken by a preemption that does not wait until they are read."""
-    patch.setattr(sender.Sender, "_reading", lambda self, requests: False)
+    patch.setattr(ledger.Ledger, "reading", lambda self, requests: False)
 
 
 def no_quarantine(patch: Patch) -> None:
@@ -60,8 +60,8 @@ def everything_is_drained(patch: Patch) -> None:
     """P says that nothing can land late although a write failed."""
     whole = requests.step
 
-    def step(send: requests.Send, event: requests.Event, now: float) -> requests.Step:
-        if isinstance(event, requests.PartEnded):
+    def step(send: sends.Send, event: sends.Event, now: float) -> sends.Step:
+        if isinstance(event, sends.PartEnded):
             event = msgspec.structs.replace(event, drained=True)
         return whole(send, event, now)
 
@@ -91,27 +91,27 @@ def outcomes_twice(patch: Patch) -> None:
 
 def outcomes_before_vllm_ends(patch: Patch) -> None:
     """vLLM hears that a request was sent while it still computes it."""
-    whole = sender.Sender._gone
+    whole = ledger.Ledger._gone
 
-    def gone(self: sender.Sender, record: sender._Record, now: float) -> None:
+    def gone(self: ledger.Ledger, record: ledger.Record, now: float) -> None:
         record.ended = True
         whole(self, record, now)
 
-    patch.setattr(sender.Sender, "_gone", gone)
+    patch.setattr(ledger.Ledger, "_gone", gone)
 
 
 def landed_before_the_last_part(patch: Patch) -> None:
     """P says that all has landed when all was submitted."""
     whole = requests._feed
 
-    def feed(send: requests.Send, now: float) -> requests.Step:
+    def feed(send: sends.Send, now: float) -> sends.Step:
         fed, effects = whole(send, now)
         done = fed.reserve is not None and all(
             ranges == unite((), fed.reserve.first, fed.reserve.end) for ranges in fed.submitted
         )
-        if fed.phase is requests.Phase.SENDING and done and fed.session is not None and fed.reserve is not None:
-            word = requests.Landed(fed.transfer, fed.reserve.generation, requests._wanted_bytes(fed))
-            return fed, [*effects, requests.Tell(fed.session, word)]
+        if fed.phase is sends.Phase.SENDING and done and fed.session is not None and fed.reserve is not None:
+            word = Landed(fed.transfer, fed.reserve.generation, requests._wanted_bytes(fed))
+            return fed, [*effects, sends.Tell(fed.session, word)]
         return fed, effects
 
     patch.setattr(requests, "_feed", feed)
@@ -120,12 +120,12 @@ def landed_before_the_last_part(patch: Patch) -> None:
 def preempted_rows_count_as_sent(patch: Patch) -> None:
     """Rows that were being read when their pages were taken are not sent again."""
 
-    def unwritten(send: requests.Send, keep: int) -> requests.Send:
-        ready = tuple(requests.clip(ranges, 0, keep) for ranges in send.ready)
+    def unwritten(send: sends.Send, keep: int) -> sends.Send:
+        ready = tuple(clip(ranges, 0, keep) for ranges in send.ready)
         return msgspec.structs.replace(send, ready=ready)
 
     patch.setattr(requests, "_unwritten", unwritten)
-    patch.setattr(sender.Sender, "_reading", lambda self, requests: False)
+    patch.setattr(ledger.Ledger, "reading", lambda self, requests: False)
     # Without the wait the source rule breaks first; what is asked here is what then arrives.
     patch.setattr("tests.faults.world.World.reads", lambda self, worker, descriptor: None)
 
@@ -162,11 +162,11 @@ def any_generation_will_do(patch: Patch) -> None:
     """P takes an Abort of somebody else's generation for its own."""
     whole = requests._abort_asked
 
-    def asked(send: requests.Send, event: requests.AbortAsked, now: float) -> requests.Step:
+    def asked(send: sends.Send, event: sends.AbortAsked, now: float) -> sends.Step:
         if send.reserve is None or send.session is None:
             return whole(send, event, now)
         abort = Abort(send.transfer, send.reserve.generation, event.abort.reason)
-        return whole(send, requests.AbortAsked(send.session, abort), now)
+        return whole(send, sends.AbortAsked(send.session, abort), now)
 
     def beat(self: receiver.Receiver, key: party.SessionKey, pairs: object, now: float) -> None:
         for transfer in list(self._records):

@@ -15,7 +15,7 @@ from tidal_connector.ids import DevicePageId, EngineId, Generation, HostPageId, 
 from tidal_connector.layout import Home
 from tidal_connector.metrics import Counters
 from tidal_connector.prefill.pushes import Pusher
-from tidal_connector.prefill.requests import Part
+from tidal_connector.prefill.sends import Part
 from tidal_connector.transfer.loopback import LoopbackFabric, LoopbackPlane
 
 HERE, THERE = Memory(layout(), Home.DEVICE, 16, 8, 0x11), Memory(layout(), Home.HOST, 16, 8, 0x7E)

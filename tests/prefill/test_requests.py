@@ -10,7 +10,8 @@ from tidal_connector.control.messages import Abort, Aborted, Accepted, Failed, L
 from tidal_connector.control.party import SessionKey
 from tidal_connector.ids import Generation, TransferId
 from tidal_connector.prefill import requests as machine
-from tidal_connector.prefill.requests import (
+from tidal_connector.prefill import sends
+from tidal_connector.prefill.sends import (
     AbortAsked,
     Cancel,
     Effect,
@@ -42,7 +43,7 @@ def reserve(generation: int = 1, first: int = 0, end: int = 8) -> Reserve:
 
 def run(*events: Event | tuple[float, Event]) -> tuple[Send, list[Effect]]:
     """Feed events (at second 0 unless given) and return the last state with the effects of the last event."""
-    send, effects = machine.new(X, ROWS), []
+    send, effects = sends.new(X, ROWS), []
     for item in events:
         at, event = item if isinstance(item, tuple) else (0.0, item)
         send, effects = machine.step(send, event, at)
@@ -190,7 +191,7 @@ def test_bytes_for_the_same_peer_are_progress_for_those_that_queue_behind() -> N
 
 def test_a_late_question_gets_the_last_word_and_other_generations_a_clean_no() -> None:
     send, _ = run(*FLYING, BAD)
-    over = machine.buried(send)
+    over = sends.buried(send)
     assert machine.repeat(over, Generation(1)) == send.last_word
     other = machine.repeat(over, Generation(2))
     assert isinstance(other, Failed)
@@ -200,7 +201,7 @@ def test_a_late_question_gets_the_last_word_and_other_generations_a_clean_no() -
 
 @pytest.mark.parametrize("event", [Wrote(None, 0, 4), Unwritten(0), PrefillDone(1.0), Sealed(1.0), Tick(1.0), GOOD])
 def test_nothing_moves_a_transfer_that_is_over(event: Event) -> None:
-    over = machine.buried(run(DECLINE)[0])
+    over = sends.buried(run(DECLINE)[0])
     assert machine.step(over, event, 99.0) == (over, [])
 
 

@@ -15,7 +15,7 @@ from tidal_connector.errors import LayoutMismatch, ProtocolError
 from tidal_connector.ids import DevicePageId
 from tidal_connector.layout import Home, KVLayout, Placement, Region
 from tidal_connector.metrics import Counters
-from tidal_connector.prefill.requests import Part
+from tidal_connector.prefill.sends import Part
 from tidal_connector.transfer.plane import Ticket, TransferPlane
 from tidal_connector.transfer.runs import Run, plan_runs
 

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The book of all sends: machines, what they need to have done, and how each request ends.
+
+Takes events from the sender; hands runs to the plane, words to D and outcomes to whoever reports them. A request's
+outcome comes once, after vLLM has ended it *and* no byte of its pages will be read again. Control thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from tidal_connector.control.handshake import Peer
+from tidal_connector.control.messages import Notice
+from tidal_connector.control.party import NEVER, SessionKey
+from tidal_connector.errors import TidalError
+from tidal_connector.ids import DevicePageId, RequestId, TransferId
+from tidal_connector.log import get_logger
+from tidal_connector.metrics import Counters
+from tidal_connector.prefill import requests as machine
+from tidal_connector.prefill import sends
+from tidal_connector.prefill.pushes import Pusher
+from tidal_connector.prefill.sends import Event, Part, Phase, Send
+from tidal_connector.transfer.plane import Receipt, Ticket, TransferPlane
+
+logger = get_logger(__name__)
+
+_REMEMBER_S = 600.0  # how long late questions about a finished transfer are answered; no peer asks for so long
+_REMEMBER = 65536
+
+
+class SendOutcome(msgspec.Struct, frozen=True):
+    """How a request's hand-over ended. From now on nothing reads its pages.
+
+    Attributes:
+        request, transfer: which.
+        ok: D has everything it asked for.
+        reason: why not; empty when ok.
+        bytes: acknowledged bytes.
+        bytes_before_prefill_end: those of them that were acknowledged before the whole prompt was written.
+        seconds: from the first byte handed on to the last acknowledgement.
+    """
+
+    request: RequestId
+    transfer: TransferId
+    ok: bool
+    reason: str
+    bytes: int
+    bytes_before_prefill_end: int
+    seconds: float
+
+
+class Record:
+    """What the machine need not know of a transfer."""
+
+    __slots__ = (
+        "acknowledged",
+        "done_at",
+        "ended",
+        "first_at",
+        "hold_s",
+        "last_at",
+        "pages",
+        "request",
+        "send",
+        "settled",
+        "started",
+    )
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.request: RequestId | None = None
+        self.pages: tuple[DevicePageId, ...] = ()
+        self.hold_s = 0.0
+        self.ended = False  # by vLLM
+        self.started = False
+        self.settled = False
+        self.done_at: float | None = None
+        self.acknowledged: list[tuple[float, int]] = []  # when, bytes
+        self.first_at = NEVER
+        self.last_at = 0.0
+
+
+class Ledger:
+    """Every send, by transfer and by request.
+
+    Args:
+        pusher: turns parts into tickets.
+        plane: ends them.
+        counters: what is counted.
+        tell: sends a word to D.
+        report: takes an outcome.
+    """
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        plane: TransferPlane,
+        counters: Counters,
+        tell: Callable[[SessionKey, Notice], None],
+        report: Callable[[SendOutcome], None],
+    ) -> None:
+        self._pusher = pusher
+        self._plane = plane
+        self.counters = counters
+        self._tell = tell
+        self._report = report
+        self.records: dict[TransferId, Record] = {}
+        self.requests: dict[RequestId, TransferId] = {}
+        self.peers: dict[SessionKey, Peer] = {}
+        self.moved: dict[SessionKey, float] = {}
+        """When bytes were last acknowledged, for each session."""
+        self._over: OrderedDict[TransferId, tuple[float, Send]] = OrderedDict()
+        self._tickets: dict[Ticket, tuple[TransferId, int]] = {}
+
+    def by_request(self, request: RequestId) -> Record | None:
+        """Return the record of a request that vLLM has not ended, or None."""
+        transfer = self.requests.get(request)
+        return None if transfer is None else self.records.get(transfer)
+
+    def over(self, transfer: TransferId) -> Send | None:
+        """Return what is remembered of a transfer that is over, or of one that vLLM has yet to end."""
+        record = self.records.get(transfer)
+        send = record.send if record is not None else self._over.get(transfer, (0.0, None))[1]
+        return send if send is not None and send.phase is Phase.GONE else None
+
+    def reading(self, requests: frozenset[RequestId]) -> bool:
+        """Say whether anything of these requests is in flight."""
+        records = (self.by_request(request) for request in requests)
+        return any(record is not None and bool(record.send.parts) for record in records)
+
+    def timers(self, stall_s: float, now: float) -> float:
+        """Let timers run; return when the next one ends."""
+        due = NEVER
+        for record in list(self.records.values()):
+            send = record.send
+            if send.phase is Phase.GONE:
+                continue
+            moved = self.moved.get(send.session, 0.0) if send.session else 0.0
+            if now >= machine.due(send, stall_s, moved):
+                self.step(record, sends.Tick(stall_s, moved), now)
+            due = min(due, machine.due(record.send, stall_s, moved))
+        return due
+
+    def record(self, transfer: TransferId) -> Record:
+        """Return the record of a transfer, a new one if nobody has spoken of it yet."""
+        record = self.records.get(transfer)
+        if record is None:
+            _, over = self._over.pop(transfer, (0.0, None))
+            record = self.records[transfer] = Record(over or sends.new(transfer, self._pusher.row_bytes))
+            record.settled = over is not None
+        return record
+
+    def receipt(self, receipt: Receipt, now: float) -> None:
+        """Take the plane's word that a part has ended."""
+        transfer, number = self._tickets.pop(receipt.ticket, (None, 0))
+        record = self.records.get(transfer) if transfer is not None else None
+        if record is None:
+            return
+        self.counters.add("bytes_pushed", receipt.bytes)
+        record.acknowledged.append((receipt.finished, receipt.bytes))
+        record.first_at = min(record.first_at, receipt.started)
+        record.last_at = max(record.last_at, receipt.finished)
+        if receipt.bytes and record.send.session in self.peers:
+            self.moved[record.send.session] = now
+        ended = sends.PartEnded(number, receipt.ok, receipt.drained, receipt.reason)
+        self.step(record, ended, now)
+
+    def step(self, record: Record, event: Event, now: float) -> None:
+        """Feed an event to a machine and do what it asks for."""
+        record.send, effects = machine.step(record.send, event, now)
+        failures: list[Event] = []
+        for effect in effects:
+            if isinstance(effect, sends.Submit):
+                failures.extend(self._submit(record, effect.part))
+            elif isinstance(effect, sends.Cancel):
+                for ticket, (transfer, number) in list(self._tickets.items()):
+                    if transfer == record.send.transfer and number in effect.parts:
+                        self._plane.cancel(ticket)
+            else:
+                self._tell(effect.session, effect.notice)
+        if record.send.phase in (Phase.SENDING, Phase.DRAINING) and not record.started:
+            record.started = True
+            self.counters.add("transfers_started")
+        for failure in failures:
+            self.step(record, failure, now)
+        if record.send.phase is Phase.GONE:
+            self._gone(record, now)
+
+    def _submit(self, record: Record, part: Part) -> list[Event]:
+        send = record.send
+        assert send.session is not None
+        assert send.reserve is not None
+        try:
+            ticket = self._pusher.push(self.peers[send.session], send.reserve, record.pages, part)
+        except TidalError as error:
+            return [sends.PartEnded(part.number, False, True, str(error))]
+        self._tickets[ticket] = (send.transfer, part.number)
+        return []
+
+    def _gone(self, record: Record, now: float) -> None:
+        send = record.send
+        if not record.settled:
+            record.settled = True
+            self._settled(record)
+        if record.request is not None and not record.ended:
+            return  # vLLM still computes it; it is reported when vLLM has ended it
+        if self.records.pop(send.transfer, None) is not record:
+            return
+        self._over[send.transfer] = (now + _REMEMBER_S, sends.buried(send))
+        while self._over and (len(self._over) > _REMEMBER or next(iter(self._over.values()))[0] < now):
+            self._over.popitem(last=False)
+        if record.request is not None:
+            del self.requests[record.request]
+            self._tell_vllm(record, record.request)
+
+    def _settled(self, record: Record) -> None:
+        if record.send.ok:
+            self.counters.add("transfers_completed")
+            self.counters.add("transfer_seconds", max(0.0, record.last_at - record.first_at))
+        else:
+            self.counters.add("transfers_failed")
+            logger.warning("transfer %s ended without its bytes: %s", record.send.transfer, record.send.reason)
+
+    def _tell_vllm(self, record: Record, request: RequestId) -> None:
+        send, done_at = record.send, record.done_at
+        total = sum(size for _, size in record.acknowledged)
+        early = sum(size for at, size in record.acknowledged if done_at is not None and at <= done_at)
+        self.counters.add("bytes_landed_before_prefill_end", early)
+        seconds = max(0.0, record.last_at - record.first_at) if record.acknowledged else 0.0
+        self._report(SendOutcome(request, send.transfer, send.ok, send.reason, total, early, seconds))
