@@ -24,7 +24,7 @@ def check_request(facts: EngineFacts, params: Any) -> None:
         params: vLLM's sampling or pooling parameters.
 
     Raises:
-        VLLMValidationError: the parameters cannot be used. vLLM answers this type, and no other ``ValueError``, with 400.
+        VLLMValidationError: the parameters cannot be used; vLLM answers this type with 400, not any ``ValueError``.
     """
     extra = getattr(params, "extra_args", None) or {}
     raw = extra.get("kv_transfer_params")
