@@ -10,7 +10,6 @@ and the next transfer opens another. Control thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Protocol
 
 from tidal_connector.control.channel import Route
 from tidal_connector.control.handshake import Local, Peer, answer, check_welcome, hello
@@ -31,6 +30,7 @@ from tidal_connector.control.messages import (
     read_body,
 )
 from tidal_connector.control.party import NEVER, Party, SessionKey, survive
+from tidal_connector.control.session import Session, Wire
 from tidal_connector.errors import ProtocolError, TidalError, VersionMismatch
 from tidal_connector.ids import EngineId, Incarnation
 from tidal_connector.log import get_logger
@@ -40,33 +40,6 @@ logger = get_logger(__name__)
 
 _BURIED = 1024  # incarnations that were replaced, remembered so that their late words raise no ghost
 _QUICK_S = 0.05  # longest wait between two tries to greet a peer whose connection is not made yet
-
-
-class Wire(Protocol):
-    """What carries frames: the channel, or a simulated network."""
-
-    def dial(self, address: str, line: str) -> Route:
-        """Start connecting."""
-
-    def hang_up(self, route: Route) -> None:
-        """Close a dialled connection."""
-
-    def send(self, route: Route, frame: bytes) -> bool:
-        """Hand a frame on; False where it was dropped."""
-
-
-class _Session:
-    __slots__ = ("called", "expects", "heard", "key", "number", "peer", "route", "speak_at")
-
-    def __init__(self, key: SessionKey, number: int, route: Route, called: bool, expects: EngineId, now: float) -> None:
-        self.key = key
-        self.number = number  # of D's calls
-        self.route = route
-        self.called = called  # by us
-        self.expects = expects
-        self.peer: Peer | None = None
-        self.heard = now
-        self.speak_at = now
 
 
 class Switchboard:
@@ -88,7 +61,7 @@ class Switchboard:
         self._counters = counters
         self._sender = sender
         self._receiver = receiver
-        self._sessions: dict[SessionKey, _Session] = {}
+        self._sessions: dict[SessionKey, Session] = {}
         self._called: dict[Route, SessionKey] = {}
         self._callers: dict[Incarnation, SessionKey] = {}
         self._buried: OrderedDict[Incarnation, None] = OrderedDict()
@@ -199,7 +172,7 @@ class Switchboard:
             session.route = route
             self._deliver(session, message, now)
 
-    def _deliver(self, session: _Session, message: Message, now: float) -> None:
+    def _deliver(self, session: Session, message: Message, now: float) -> None:
         party = self._party(session)
         if isinstance(message, Beat):
             survive("a beat", lambda: party.beat(session.key, message.live, now))
@@ -252,7 +225,7 @@ class Switchboard:
                     self._buried.popitem(last=False)
                 self._end(session.key, f"engine {peer.identity.engine!r} came back as another incarnation", now)
 
-    def _welcome(self, session: _Session, envelope: Envelope, heard: Welcome, now: float) -> None:
+    def _welcome(self, session: Session, envelope: Envelope, heard: Welcome, now: float) -> None:
         if session.peer is not None:
             if session.peer.identity.incarnation != heard.identity.incarnation:
                 self._end(session.key, f"engine {session.expects!r} came back as another incarnation", now)
@@ -270,13 +243,13 @@ class Switchboard:
 
     # --- sessions
 
-    def _open(self, number: int, route: Route, called: bool, expects: EngineId, now: float) -> _Session:
+    def _open(self, number: int, route: Route, called: bool, expects: EngineId, now: float) -> Session:
         self._made += 1
         key = SessionKey(f"{self._made}:{expects}")
-        session = self._sessions[key] = _Session(key, number, route, called, expects, now)
+        session = self._sessions[key] = Session(key, number, route, called, expects, now)
         return session
 
-    def _rise(self, session: _Session, peer: Peer, now: float) -> None:
+    def _rise(self, session: Session, peer: Peer, now: float) -> None:
         session.peer = peer
         session.heard = now
         session.speak_at = now + peer.lease_s / 3
@@ -295,7 +268,7 @@ class Switchboard:
         logger.info("session with engine %s ended: %s", session.expects, reason)
         survive("a lost session", lambda: self._party(session).lost(key, reason, now))
 
-    def _greet_again(self, session: _Session, now: float) -> float:
+    def _greet_again(self, session: Session, now: float) -> float:
         if not self._party(session).needs(session.key):
             self._end(session.key, "nothing waits for it", now)
             return NEVER
@@ -303,19 +276,19 @@ class Switchboard:
             self._greet(session, now)
         return session.speak_at
 
-    def _greet(self, session: _Session, now: float) -> None:
+    def _greet(self, session: Session, now: float) -> None:
         third = self._local.lease_s / 3
         sent = self._post(session.route, Incarnation(""), session.number, hello(self._local, session.expects))
         session.speak_at = now + (third if sent else min(third, _QUICK_S))
 
-    def _party(self, session: _Session) -> Party[object]:
+    def _party(self, session: Session) -> Party[object]:
         party = self._receiver if session.called else self._sender
         assert party is not None  # a session is opened only for a party that is there
         return party
 
     # --- frames
 
-    def _say(self, session: _Session, message: Message) -> bool:
+    def _say(self, session: Session, message: Message) -> bool:
         assert session.peer is not None
         return self._post(session.route, session.peer.identity.incarnation, session.number, message)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from tidal_connector.config import ControlConfig
 from tidal_connector.control.handshake import Peer
 from tidal_connector.control.messages import (
@@ -28,60 +26,21 @@ from tidal_connector.control.messages import (
 )
 from tidal_connector.control.party import NEVER, Party, SessionKey
 from tidal_connector.decode import reservations as machine
-from tidal_connector.decode.reservations import Effect, Event, Phase, Receive, Timers
+from tidal_connector.decode.records import Declined, ReceiveOutcome, Record, check_pages
+from tidal_connector.decode.reservations import Effect, Event, Phase, Timers
 from tidal_connector.errors import ConfigError, ProtocolError, TidalError
 from tidal_connector.ids import DevicePageId, EngineId, Generation, HostPageId, RequestId, TransferId
-from tidal_connector.layout import Home, KVLayout, Placement
+from tidal_connector.layout import KVLayout, Placement
 from tidal_connector.log import get_logger
 from tidal_connector.metrics import Counters
 from tidal_connector.transfer.plane import TransferPlane
+
+__all__ = ["ReceiveOutcome", "Receiver"]
 
 logger = get_logger(__name__)
 
 _DELIVER_S = 900.0  # the whole of a transfer, prefill's queue and the longest prompt included
 _LOOKS = 20  # how often connections are looked at during a quarantine
-
-
-class ReceiveOutcome(msgspec.Struct, frozen=True):
-    """How a reservation ended. From now on nothing writes into its pages.
-
-    Attributes:
-        request, transfer: which.
-        ok: the rows of tokens ``[first, end)`` are there, in every region.
-        reason: why not; empty when ok.
-        bytes: bytes that P reported as landed.
-        first, end: the tokens that were asked for.
-    """
-
-    request: RequestId
-    transfer: TransferId
-    ok: bool
-    reason: str
-    bytes: int
-    first: int
-    end: int
-
-
-class _Record:
-    __slots__ = ("host", "look_at", "receive", "request", "reserve", "session")
-
-    def __init__(self, receive: Receive, request: RequestId, reserve: Reserve, session: SessionKey) -> None:
-        self.receive = receive
-        self.request = request
-        self.reserve = reserve
-        self.session = session
-        self.host = ""  # of P's transfer plane, once known
-        self.look_at = NEVER
-
-
-class _Declined:
-    __slots__ = ("reason", "retry_at", "session", "until")
-
-    def __init__(self, session: SessionKey, reason: str, now: float, until: float) -> None:
-        self.session = session
-        self.reason = reason
-        self.retry_at = now
-        self.until = until
 
 
 class Receiver(Party[ReceiveOutcome]):
@@ -121,9 +80,9 @@ class Receiver(Party[ReceiveOutcome]):
             lease_s=settings.lease_s,
             retry_s=settings.lease_s / 3,
         )
-        self._records: dict[TransferId, _Record] = {}
+        self._records: dict[TransferId, Record] = {}
         self._requests: dict[RequestId, TransferId] = {}
-        self._declined: dict[TransferId, _Declined] = {}
+        self._declined: dict[TransferId, Declined] = {}
         self._hosts: dict[SessionKey, str] = {}
         self._generation = 0
         self._stopped = ""
@@ -295,7 +254,7 @@ class Receiver(Party[ReceiveOutcome]):
                     f"request {request!r} or transfer {transfer!r} is being received already; "
                     "use a fresh one for each attempt"
                 )
-            self._check_pages(first, end, host_pages, device_pages)
+            check_pages(self._placement, first, end, host_pages, device_pages)
             session = self.link.call(engine, address, now)
         except TidalError as error:
             self._fail(request, transfer, str(error), first, end)
@@ -305,24 +264,12 @@ class Receiver(Party[ReceiveOutcome]):
         timers = self._timers
         reserve = Reserve(transfer, generation, first, end, host_pages, device_pages, timers.deliver_s, timers.stall_s)
         receive = machine.new(transfer, generation, self._layout.transfer_bytes(end - first), timers, now)
-        record = self._records[transfer] = _Record(receive, request, reserve, session)
+        record = self._records[transfer] = Record(receive, request, reserve, session)
         self._requests[request] = transfer
         self.counters.add("transfers_started")
         if session in self._hosts:
             record.host = self._hosts[session]
             self._step(record, machine.SessionUp(), now)
-
-    def _check_pages(self, first: int, end: int, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
-        if not 0 <= first <= end:
-            raise ProtocolError(f"tokens [{first}, {end}): expected 0 <= first <= end")
-        for region in self._placement.regions if end > first else ():
-            pages = host_pages if region.home is Home.HOST else device_pages
-            needed = -(-end // region.page_tokens) - first // region.page_tokens
-            if len(pages) < needed or max(pages) >= region.pages or min(pages) < 0:
-                raise ProtocolError(
-                    f"tokens [{first}, {end}) need {needed} {region.home} pages below {region.pages}; "
-                    f"got {len(pages)}, the highest {max(pages, default=-1)}"
-                )
 
     def _withdraw(self, request: RequestId, reason: str, now: float) -> None:
         transfer = self._requests.get(request)
@@ -339,11 +286,11 @@ class Receiver(Party[ReceiveOutcome]):
             logger.warning("transfer %s: prefill cannot be told that it was declined: %s", transfer, error)
             return
         until = now + self._timers.accept_s
-        self._declined[transfer] = _Declined(session, reason, now, until)
+        self._declined[transfer] = Declined(session, reason, now, until)
 
     # --- control thread: machines
 
-    def _step(self, record: _Record, event: Event, now: float) -> None:
+    def _step(self, record: Record, event: Event, now: float) -> None:
         was = record.receive.phase
         record.receive, effects = machine.step(record.receive, event, now)
         receive = record.receive
@@ -360,7 +307,7 @@ class Receiver(Party[ReceiveOutcome]):
         if machine.over(receive) and self._records.pop(receive.transfer, None) is record:
             self._over(record)
 
-    def _over(self, record: _Record) -> None:
+    def _over(self, record: Record) -> None:
         receive, reserve = record.receive, record.reserve
         del self._requests[record.request]
         ok = receive.phase is Phase.READY
@@ -376,7 +323,7 @@ class Receiver(Party[ReceiveOutcome]):
         self.counters.add("transfers_failed")
         self._report(ReceiveOutcome(request, transfer, False, reason, 0, first, end))
 
-    def _connections(self, record: _Record, now: float) -> int | None:
+    def _connections(self, record: Record, now: float) -> int | None:
         # A list of all sockets is read for it, so only where its answer can end a quarantine.
         if record.receive.phase is not Phase.QUARANTINE or now < record.receive.settled_at or not record.host:
             return None
