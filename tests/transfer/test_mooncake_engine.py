@@ -11,7 +11,8 @@ import pytest
 
 from tidal_connector.config import Protocol
 from tidal_connector.errors import TransferFailed
-from tidal_connector.transfer.mooncake import MooncakeEngine, _EnginePool
+from tidal_connector.transfer.engines import EnginePool
+from tidal_connector.transfer.mooncake import MooncakeEngine
 
 
 class StandIn:
@@ -90,7 +91,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
 
 
 def test_an_engine_is_never_given_twice_for_one_name(library: type[StandIn]) -> None:
-    pool = _EnginePool(engine, None)
+    pool = EnginePool(engine, None)
     first = pool.take("a:1")
     pool.give(first)
     second = pool.take("a:1")
@@ -99,7 +100,7 @@ def test_an_engine_is_never_given_twice_for_one_name(library: type[StandIn]) -> 
 
 
 def test_a_dropped_engine_is_closed_and_gone(library: type[StandIn]) -> None:
-    pool = _EnginePool(engine, None)
+    pool = EnginePool(engine, None)
     first = pool.take("a:1")
     assert pool.drop(first)
     assert not pool.drop(first)
@@ -111,7 +112,7 @@ def test_a_dropped_engine_is_closed_and_gone(library: type[StandIn]) -> None:
 
 def test_a_shared_engine_is_never_dropped(library: type[StandIn]) -> None:
     home = engine()
-    pool = _EnginePool(engine, home)
+    pool = EnginePool(engine, home)
     assert pool.take("a:1") is home
     assert not pool.drop(home)
     assert home.check(1) == 1

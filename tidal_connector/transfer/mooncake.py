@@ -27,7 +27,8 @@ from tidal_connector.config import Protocol, TransferConfig, mooncake_environmen
 from tidal_connector.errors import PeerLost, TransferFailed
 from tidal_connector.layout import Home
 from tidal_connector.log import get_logger
-from tidal_connector.transfer.carrier import Carrier, CarrierSettings, Engine
+from tidal_connector.transfer.carrier import Carrier, CarrierSettings
+from tidal_connector.transfer.engines import EnginePool
 from tidal_connector.transfer.plane import Receipt, Ticket, TransferPlane
 from tidal_connector.transfer.ranges import Ranges
 from tidal_connector.transfer.runs import Run
@@ -103,49 +104,6 @@ class MooncakeEngine:
         return self._engine
 
 
-class _EnginePool:
-    """Engines that write: made on demand, kept, and never given twice for one name."""
-
-    def __init__(self, make: Callable[[], MooncakeEngine], shared: MooncakeEngine | None) -> None:
-        self._make = make
-        self._shared = shared
-        self._lock = threading.Lock()
-        self._spare: list[MooncakeEngine] = []
-        self._opened: dict[MooncakeEngine, set[str]] = {}
-
-    def take(self, peer: str) -> Engine:
-        if self._shared is not None:
-            return self._shared
-        with self._lock:
-            fresh = next((engine for engine in self._spare if peer not in self._opened[engine]), None)
-            if fresh is None:
-                fresh = self._make()
-                self._opened[fresh] = set()
-            else:
-                self._spare.remove(fresh)
-            self._opened[fresh].add(peer)
-            return fresh
-
-    def give(self, engine: Engine) -> None:
-        with self._lock:
-            self._spare.extend(own for own in self._opened if own is engine)
-
-    def drop(self, engine: Engine) -> bool:
-        with self._lock:
-            own = next((each for each in self._opened if each is engine), None)
-            if own is None:
-                return False
-            del self._opened[own]
-        own.close()
-        return True
-
-    def close(self) -> None:
-        with self._lock:
-            engines, self._opened, self._spare = list(self._opened), {}, []
-        for engine in engines:
-            engine.close()
-
-
 class MooncakePlane(TransferPlane):
     """Mooncake as a transfer plane.
 
@@ -182,7 +140,7 @@ class MooncakePlane(TransferPlane):
         )
         self._lock = threading.Lock()
         self._home: MooncakeEngine | None = None
-        self._pool: _EnginePool | None = None
+        self._pool: EnginePool | None = None
         self._self: Segment | None = None
         self._sources = Ranges()
         self._registered: list[tuple[int, int, str]] = []
@@ -214,7 +172,7 @@ class MooncakePlane(TransferPlane):
                 "the device was not found; name it in transfer.device or choose the protocol that runs"
             )
         self._home = home
-        self._pool = _EnginePool(self._make_sender, home if self._config.protocol is Protocol.ASCEND else None)
+        self._pool = EnginePool(self._make_sender, home if self._config.protocol is Protocol.ASCEND else None)
 
     def close(self) -> None:
         """Let writes in flight end for a few seconds, then destroy all engines."""
