@@ -16,6 +16,7 @@ import typer
 
 from tidal_connector import __version__
 from tidal_connector.cli.make_model import make_model
+from tidal_connector.cli.make_model import make_model
 from tidal_connector.errors import TidalError
 
 app = typer.Typer(
@@ -39,6 +40,9 @@ def clear_errors() -> Iterator[None]:
     except TidalError as error:
         typer.echo(f"tidal: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+app.command("make-model")(make_model)
 
 
 @app.command()
