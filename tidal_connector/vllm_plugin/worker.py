@@ -156,7 +156,8 @@ class TidalWorker:
             plane.register(pool.address, pool.length, Home.HOST)
         for address, length in storages(caches):
             if pool is None or not pool.address <= address < pool.address + pool.length:
-                plane.register(address, length, Home.DEVICE)
+                # Nobody writes into an engine that only prefills, so its memory is not offered to the network.
+                plane.register(address, length, Home.DEVICE, target=self._facts.consumer)
         return plane
 
     def _woken(self) -> None:
