@@ -43,7 +43,7 @@ from tidal_connector.decode import reservations as receiving
 from tidal_connector.ids import DevicePageId, Generation, HostPageId, Incarnation, new_incarnation, new_transfer_id
 from tidal_connector.layout import Home, KVLayout, Placement, Region, RegionKind, RegionSpec
 from tidal_connector.memory import open_region
-from tidal_connector.prefill import requests as sending
+from tidal_connector.prefill import requests, sends
 from tidal_connector.selection.fetch import fetch
 from tidal_connector.selection.plan import GatherPlan, choose, pool_rows
 from tidal_connector.selection.residency import StepBuffer
@@ -178,29 +178,29 @@ def attention(query: Floats, rows: Bytes) -> Floats:
 class HandOver:
     """Rooms 1 to 4: the send machine, the plane, the receive machine, and the words between them."""
 
-    def __init__(self, tale: Tale, p: Memory, d: Memory, carry: Callable[[Sequence[Run]], sending.PartEnded]) -> None:
+    def __init__(self, tale: Tale, p: Memory, d: Memory, carry: Callable[[Sequence[Run]], sends.PartEnded]) -> None:
         self.tale, self.p, self.d, self.carry = tale, p, d, carry
         self.names: tuple[Incarnation, Incarnation] = (new_incarnation(), new_incarnation())
         row_bytes = tuple(sum(LAYOUT.regions[at].row_bytes for at in regions_of(n)) for n in range(len(LEADER_OF)))
-        self.send = sending.new(new_transfer_id(), row_bytes)
+        self.send = sends.new(new_transfer_id(), row_bytes)
         self.wanted = LAYOUT.transfer_bytes(PROMPT - 1 - PREFIX)
         timers = receiving.Timers(60, 30, 10, 120, 900, 9, 3)
         self.receive = receiving.new(self.send.transfer, Generation(1), self.wanted, timers, time.monotonic())
 
-    def step(self, event: sending.Event) -> list[sending.Part]:
+    def step(self, event: sends.Event) -> list[sends.Part]:
         """Step the send machine: its words go to decode at once, its parts are returned."""
-        self.send, effects = sending.step(self.send, event, time.monotonic())
+        self.send, effects = requests.step(self.send, event, time.monotonic())
         for effect in effects:
-            if isinstance(effect, sending.Tell):
+            if isinstance(effect, sends.Tell):
                 self.land(effect.notice)
-        return [effect.part for effect in effects if isinstance(effect, sending.Submit)]
+        return [effect.part for effect in effects if isinstance(effect, sends.Submit)]
 
     def wire(self, message: Message) -> tuple[Message, int]:
         """Write and read a message as two workers would; return it with its bytes."""
         frame = encode(*self.names, 1, message)
         return read_body(open_envelope(frame)), len(frame)
 
-    def reserve(self) -> list[sending.Part]:
+    def reserve(self) -> list[sends.Part]:
         """Foyer: decode says which tokens it lacks, and where they go."""
         self.receive, effects = receiving.step(self.receive, receiving.SessionUp(), time.monotonic())
         assert effects == [receiving.Effect.RESERVE]
@@ -213,19 +213,19 @@ class HandOver:
             f"Reserve ({size} bytes on the wire): tokens [{words.first}, {words.end}) to host pages "
             f"{words.host_pages} and device pages {words.device_pages} of {D_PAGE}",
         )
-        return self.step(sending.Reserved(SessionKey("decode"), words, 30))
+        return self.step(sends.Reserved(SessionKey("decode"), words, 30))
 
-    def save(self, layer: int, first: int, end: int) -> list[sending.Part]:
+    def save(self, layer: int, first: int, end: int) -> list[sends.Part]:
         """Room 1: the model has written a chunk of one layer."""
         for region in regions_of(layer):
             self.p.write(region, P_PAGES, first, model_rows(region, 1, range(first, end)))
-        parts = self.step(sending.Wrote((layer,), first, end))
+        parts = self.step(sends.Wrote((layer,), first, end))
         todo = ", ".join(f"[{part.first}, {part.end})" for part in parts)
         handed_on = f"to be sent: tokens {todo}" if parts else "remembered: nothing is reserved yet"
         self.tale.tell("1 save", f"layer {layer}: tokens [{first}, {end}) are written", handed_on)
         return parts
 
-    def push(self, part: sending.Part) -> None:
+    def push(self, part: sends.Part) -> None:
         """Rooms 2 and 3: pages become runs, and the plane carries them."""
         runs: list[Run] = []
         handed_on = []
@@ -239,7 +239,7 @@ class HandOver:
         given = f"layer {part.layer}, tokens [{part.first}, {part.end}): {pages} pages of {P_PAGE} here"
         self.tale.tell("2 address", given, "; ".join(handed_on))
         ended = self.carry(runs)
-        self.step(sending.PartEnded(part.number, ended.ok, ended.drained, ended.reason))
+        self.step(sends.PartEnded(part.number, ended.ok, ended.drained, ended.reason))
 
     def land(self, notice: Notice) -> None:
         """Room 4: prefill's words move the receive machine."""
@@ -252,10 +252,10 @@ class HandOver:
         self.tale.tell("4 land", given, f"B is {self.receive.phase}, was {was}")
 
 
-def carrier(tale: Tale, plane: LoopbackPlane, peer: str, news: threading.Event) -> Callable[..., sending.PartEnded]:
+def carrier(tale: Tale, plane: LoopbackPlane, peer: str, news: threading.Event) -> Callable[..., sends.PartEnded]:
     """Room 3: submit runs and wait for their receipt, which in an engine comes back to the control thread."""
 
-    def carry(runs: Sequence[Run]) -> sending.PartEnded:
+    def carry(runs: Sequence[Run]) -> sends.PartEnded:
         ticket = plane.submit(peer, runs)
         while not (receipts := plane.poll()):
             if not news.wait(timeout=5):
@@ -265,7 +265,7 @@ def carrier(tale: Tale, plane: LoopbackPlane, peer: str, news: threading.Event) 
         spent = (receipt.finished - receipt.started) * 1e6
         handed_on = f"receipt: {receipt.bytes:,} bytes acknowledged in {spent:.0f} us"
         tale.tell("3 carry", f"ticket {ticket}: {plural(len(runs), 'run')} for {peer}", handed_on)
-        return sending.PartEnded(0, receipt.ok, receipt.drained, receipt.reason)
+        return sends.PartEnded(0, receipt.ok, receipt.drained, receipt.reason)
 
     return carry
 
@@ -350,7 +350,7 @@ def walk(tale: Tale, memory: Bytes, sabotage: bool) -> list[str]:
             here.register(source.base, source.extent, source.home, target=False)
             there.register(target.base, target.extent, target.home)
         hand_over = HandOver(tale, p, d, carrier(tale, here, there.endpoint(), news))
-        hand_over.step(sending.Opened())
+        hand_over.step(sends.Opened())
         for number, (first, end) in enumerate(CHUNKS):
             tale.part(f"Prefill computes tokens [{first}, {end}) of B")
             for layer in range(len(LEADER_OF)):
