@@ -44,9 +44,15 @@ def test_another_platform_plugin_takes_precedence(monkeypatch: pytest.MonkeyPatc
     assert plugins.platform_plugin() == plugins.PLATFORM
 
 
-def test_registering_beside_another_platform_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "platform_plugin", lambda: None)
+@pytest.mark.vllm
+def test_the_connector_is_found_by_its_name_however_often_it_is_registered() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
     plugins.register()
+    plugins.register()
+    named = KVTransferConfig(kv_connector="TidalConnector", kv_role="kv_both")
+    assert KVConnectorFactory.get_connector_class(named).__module__ == "tidal_connector.vllm_plugin.connector"
 
 
 def test_importing_the_entry_points_imports_no_vllm_and_no_torch() -> None:

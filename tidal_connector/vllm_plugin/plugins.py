@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's two entry points into the package: who is the platform, and what to prepare in each process.
 
-Both are called in every process of an engine (front end, engine core, workers), in no fixed order and more
-than once. Neither imports vLLM unless this is a CPU build that the package serves.
+Both are called in every process of an engine (front end, engine core, workers), in no fixed order and more than once.
+Importing this module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from importlib import metadata
 
 from tidal_connector.log import get_logger
 
+CONNECTOR = "TidalConnector"
+CONNECTOR_MODULE = "tidal_connector.vllm_plugin.connector"
 PLATFORM = "tidal_connector.vllm_plugin.cpu.platform.TidalCpuPlatform"
 _GROUP = "vllm.platform_plugins"
 _OLDEST = (0, 32)
@@ -39,21 +41,20 @@ def platform_plugin() -> str | None:
 
 
 def register() -> None:
-    """Apply the CPU patches if the running platform is ours; a second call changes nothing.
+    """Make the connector known to vLLM by its name, on every platform; a second call changes nothing.
 
-    Raises:
-        HostChanged: vLLM is not what the patches were written for.
+    ``kv_connector_module_path`` is then not needed. What the CPU backend replaces in vLLM is replaced in worker
+    processes only, by ``TidalCpuPlatform.register_triton_kernel_overrides``, because importing it takes seconds.
     """
-    if platform_plugin() is None:
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        _log.debug("vLLM has no connector factory where it is expected; name kv_connector_module_path instead")
         return
-    from vllm.platforms import current_platform
-
-    from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform
-
-    if isinstance(current_platform, TidalCpuPlatform):
-        from tidal_connector.vllm_plugin.cpu import patches
-
-        patches.apply()
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        _log.debug("the connector's name is registered already")
 
 
 def host_build() -> tuple[tuple[int, int], bool] | None:

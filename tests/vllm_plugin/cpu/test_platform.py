@@ -92,3 +92,12 @@ def test_the_front_door_refuses_bad_transfer_parameters(tmp_path: Path, monkeypa
     with pytest.raises(VLLMValidationError, match=r"unknown key 'rolle'; did you mean 'role'\?"):
         TidalCpuPlatform.validate_request({}, bad)
     TidalCpuPlatform.validate_request({}, SimpleNamespace(extra_args=None))
+
+
+def test_workers_get_the_patches_before_their_model_is_built() -> None:
+    from tidal_connector.vllm_plugin.cpu.patches import PATCHES
+    from tidal_connector.vllm_plugin.cpu.platform import TidalCpuPlatform
+
+    TidalCpuPlatform.register_triton_kernel_overrides()
+    for patch in PATCHES:
+        assert getattr(patch.target(), patch.attribute) is patch.replacement, patch.name

@@ -17,12 +17,12 @@ from tidal_connector.config import Offload, TidalConfig, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.layout import BlockBudget, blocks_within
 from tidal_connector.log import get_logger
+from tidal_connector.vllm_plugin.plugins import CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-CONNECTOR = "TidalConnector"
 _log = get_logger(__name__)
 
 

@@ -98,6 +98,18 @@ class TidalCpuPlatform(CpuPlatform):
         scheduler.enable_chunked_prefill = chunked_prefill
         scheduler.max_num_batched_tokens = batched_tokens
 
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Apply the stock overrides and our patches; vLLM calls this in each worker before it builds the model.
+
+        Raises:
+            HostChanged: vLLM is not what the patches were written for.
+        """
+        from tidal_connector.vllm_plugin.cpu import patches
+
+        super().register_triton_kernel_overrides()
+        patches.apply()
+
 
 def _served(model: ModelConfig | None, backend: AttentionBackendEnum | None) -> bool:
     """Tell whether our backends serve the model: MLA, but not DeepSeek-V4, nor where a stock backend was
