@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room 6, fetch: pool rows of a plan move to their slots, through the one operator that reads the pool. Forward thread."""
+"""Room 6, fetch: pool rows of a plan move to their slots, through the one operator that reads them. Forward thread."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from tidal_connector.selection.residency import StepBuffer
 Rows = npt.NDArray[np.uint8]
 
 
-def fetch(pool: Rows, plan: GatherPlan, destination: Rows, buffer: StepBuffer) -> int:
+def fetch(pool: Rows, plan: GatherPlan, destination: Rows, buffer: StepBuffer, threads: int = 1) -> int:
     """Move the misses of a plan and commit them.
 
     Args:
-        pool: ``[rows, row_bytes]`` uint8, one layer's region of the host pool.
+        pool: ``[rows, row_bytes]`` uint8, one layer's rows, in the host pool or wherever else the engine keeps them.
         plan: what to move.
         destination: ``[slots, row_bytes]`` uint8, the device buffer.
         buffer: residency of the destination.
+        threads: workers at most.
 
     Returns:
         Bytes moved.
     """
     count = len(plan.misses)
-    gather_rows(pool, plan.misses, destination[plan.first_slot : plan.first_slot + count])
+    if count:
+        gather_rows(pool, plan.misses, destination[plan.first_slot : plan.first_slot + count], threads=threads)
     buffer.commit()
-    return count * pool.shape[1]
+    return count * int(pool.shape[1])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room 5, choose: top-k positions, page tables and residency become a :class:`GatherPlan`. Pure; forward thread.
+"""Room 5, choose: top-k positions, page tables and residency become a :class:`GatherPlan`. Forward thread.
 
 Takes what the indexer selected; hands on which pool rows must be fetched, and where each selected row will be found.
+Moves nothing: it only reserves slots.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class GatherPlan:
     """Which rows to move for one step, and the slot table that attention reads.
 
     Attributes:
-        misses: ``[m]`` int64, pool rows to fetch, in order of their slots.
+        misses: ``[m]`` int64, pool rows to fetch, in the order in which they first occur, which is that of their slots.
         first_slot: slot of the first miss; the others follow.
         slots: ``[n, k]`` int32, buffer slot of each selected entry, -1 where nothing is selected.
         hits: selected entries that are resident already.
@@ -35,13 +36,13 @@ class GatherPlan:
     hits: int
 
 
-def pool_rows(selected: Int32, page_table: Int64, request_of_query: Int64, page_tokens: int) -> Int64:
+def pool_rows(selected: Int32, page_table: npt.NDArray[np.integer], request_of_query: Int64, page_tokens: int) -> Int64:
     """Translate positions within requests into rows of a paged pool.
 
     Args:
         selected: ``[n, k]`` int32 positions within the request, -1 for none.
-        page_table: ``[requests, pages]`` page ids in order of position.
-        request_of_query: ``[n]`` row of ``page_table`` for each query.
+        page_table: ``[requests, pages]`` page ids in order of position, contiguous.
+        request_of_query: ``[n]`` int64, row of ``page_table`` for each query.
         page_tokens: rows of a page.
 
     Returns:
@@ -50,18 +51,23 @@ def pool_rows(selected: Int32, page_table: Int64, request_of_query: Int64, page_
     Raises:
         LayoutMismatch: a position lies beyond its request's pages.
     """
-    page, offset = np.divmod(selected.astype(np.int64), page_tokens)
-    if page.size and int(page.max()) >= page_table.shape[1]:
-        raise LayoutMismatch(
-            f"selected position {int(selected.max())} lies beyond {page_table.shape[1]} pages of {page_tokens} rows"
-        )
-    # A page of -1 (nothing selected) reads the last entry of the table and is masked right after.
-    rows = page_table[request_of_query[:, None], page] * page_tokens + offset
-    return np.where(selected >= 0, rows, -1)
+    width = page_table.shape[1]
+    page = selected // page_tokens
+    if page.size and int(page.max()) >= width:
+        raise LayoutMismatch(f"selected position {int(selected.max())} lies beyond {width} pages of {page_tokens} rows")
+    offset = selected - page * page_tokens
+    # A page of -1 (nothing selected) reads some entry of the table and is masked right after.
+    pages = page_table.reshape(-1).take(page + request_of_query[:, None] * width, mode="wrap")
+    rows: Int64 = np.multiply(pages, page_tokens, dtype=np.int64)
+    rows += offset
+    rows[selected < 0] = -1
+    return rows
 
 
 def choose(rows: Int64, buffer: StepBuffer) -> GatherPlan:
     """Plan the fetch of the selected rows into a buffer; a row that several queries select is fetched once.
+
+    Slots follow the order in which rows first occur, so that the rows of a query which shares none lie side by side.
 
     Args:
         rows: ``[n, k]`` int64 pool rows, -1 for none.
@@ -71,8 +77,17 @@ def choose(rows: Int64, buffer: StepBuffer) -> GatherPlan:
         PoolExhausted: the buffer has fewer slots than distinct rows are selected.
     """
     valid = rows >= 0
-    misses, where = np.unique(rows[valid], return_inverse=True)
+    flat = rows[valid]
+    order = np.arange(len(flat), dtype=np.int32)
+    # Each row is marked with the place where it first occurs: of equal rows the last one written wins.
+    marks = buffer.marks(int(flat.max(initial=-1)) + 1)
+    marks[flat[::-1]] = order[::-1]
+    leader = marks[flat]
+    fresh = leader == order
+    misses = flat[fresh]
     first = buffer.reserve(len(misses))
+    rank = np.cumsum(fresh, dtype=np.int32)
+    rank += first - 1
     slots = np.full(rows.shape, -1, dtype=np.int32)
-    slots[valid] = where + first
+    slots[valid] = rank[leader]
     return GatherPlan(misses, first, slots, hits=0)

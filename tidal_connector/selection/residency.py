@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room 7, hold: which slots of the device buffer are taken. The only writer of residency; forward thread.
 
-:class:`StepBuffer` holds rows for one step: slots are handed out in order and all come back at :meth:`StepBuffer.release`.
+:class:`StepBuffer` holds rows for one step: slots are handed out in order, and :meth:`StepBuffer.release` takes all
+back.
 """
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 from tidal_connector.errors import PoolExhausted
 
@@ -20,6 +24,16 @@ class StepBuffer:
         self._capacity = capacity
         self._reserved = 0
         self._committed = 0
+        self._marks = np.empty(0, np.int32)
+
+    def marks(self, rows: int) -> npt.NDArray[np.int32]:
+        """Lend working memory: ``[rows or more]`` int32, one for each pool row, of which nothing is kept between calls.
+
+        It is lent rather than made anew because the pool may have millions of rows and a step selects a few hundred.
+        """
+        if rows > len(self._marks):
+            self._marks = np.empty(max(rows, 2 * len(self._marks)), np.int32)
+        return self._marks
 
     def reserve(self, count: int) -> int:
         """Take ``count`` consecutive slots and return the first; they are readable after :meth:`commit`.
