@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -359,6 +360,20 @@ def test_fr_13_prefill_comes_back_on_the_same_address(fabric: LoopbackFabric, st
             assert decode.outcome().ok
             handover.assert_equal()
         eventually(lambda: decode.counters.snapshot()["peers"] == 0)
+
+
+def test_a_flood_of_intents_does_not_cost_the_lease(stack: ExitStack, fabric: LoopbackFabric) -> None:
+    prefill, decode = Prefill(stack, fabric), Decode(stack, fabric)
+    handover = Handover("flood", prefill, decode, 40)
+    handover.open()
+    handover.reserve()
+    eventually(lambda: prefill.counters.snapshot()["transfers_started"] == 1)
+    for _ in range(200):  # three seconds of work, five leases
+        prefill.sender._post(lambda now: time.sleep(0.015), lambda why, now: None)
+    handover.compute(0, 40)
+    handover.done()
+    assert decode.outcome().ok
+    assert decode.counters.snapshot()["leases_expired"] == 0
 
 
 def test_a_silent_prefill_is_lost_when_its_lease_ends(fabric: LoopbackFabric, stack: ExitStack) -> None:

@@ -330,7 +330,8 @@ class Worker:
 
     def turn(self, now: float) -> None:
         """One turn of the control loop."""
-        self.party.take_posted(now)
+        while self.party.take_posted(now):
+            pass
         self.party.turn(now)
         self.board.tick(now)
 

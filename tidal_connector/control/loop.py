@@ -145,8 +145,8 @@ class ControlLoop:
             board.arrived(route, frame, time.monotonic())
         due = NEVER
         for party in self._parties:
-            party.take_posted(time.monotonic())
-            due = min(due, party.turn(time.monotonic()))
+            more = party.take_posted(time.monotonic())
+            due = min(due, party.turn(time.monotonic()), 0.0 if more else NEVER)
         due = min(due, board.tick(time.monotonic()))
         self._count(board)
         channel.wait(min(max(0.0, due - time.monotonic()), longest_s))

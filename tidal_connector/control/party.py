@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NewType, Protocol, TypeVar
@@ -25,6 +26,8 @@ logger = get_logger(__name__)
 
 SessionKey = NewType("SessionKey", str)
 """One session with one incarnation of a peer; never used again after it was lost."""
+
+_BUDGET_S = 0.02  # of intents in one turn; a step of a large model posts hundreds
 
 NEVER = float("inf")
 """Due time of something that waits for no clock."""
@@ -118,13 +121,15 @@ class Party(abc.ABC, Generic[Outcome]):
             self._outcomes.append(outcome)
             self._news.notify_all()
 
-    def take_posted(self, now: float) -> None:
-        """Carry out what was posted, in its order."""
-        for _ in range(len(self._posted)):
+    def take_posted(self, now: float) -> bool:
+        """Carry out what was posted, in its order, but only so much that beats are not late; say whether more waits."""
+        until = time.perf_counter() + _BUDGET_S
+        while self._posted and time.perf_counter() < until:
             intent, blame = self._posted.popleft()
             broken = survive("an intent of the worker", lambda act=intent: act(now))  # type: ignore[misc]
             if broken:
                 survive("failing a transfer", lambda act=blame, why=broken: act(why, now))  # type: ignore[misc]
+        return bool(self._posted)
 
     @abc.abstractmethod
     def turn(self, now: float) -> float:

@@ -17,6 +17,7 @@ class Wake:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._rung = False
         self._fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __enter__(self) -> Wake:
@@ -39,20 +40,29 @@ class Wake:
         return self._fd
 
     def ring(self) -> None:
-        """Wake the sleeper; rings before it wakes count as one. Never blocks."""
+        """Wake the sleeper; rings before it wakes count as one. Never blocks.
+
+        A bell that has rung costs no system call: with one, a forward pass that rings for each layer would hand the
+        interpreter to a busy control thread each time.
+        """
+        if self._rung:
+            return
         with self._lock:
+            self._rung = True
             if self._fd is not None:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Forget the rings so far."""
+        """Forget the rings so far. What was posted before them must be looked at after this."""
         with self._lock:
             if self._fd is None:
                 return
             try:
                 os.eventfd_read(self._fd)
             except BlockingIOError:
-                return
+                pass
+            finally:
+                self._rung = False
 
     def close(self) -> None:
         """Give the descriptor back; may be called again."""
