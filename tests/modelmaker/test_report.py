@@ -91,3 +91,10 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
     )
     report.write(tmp_path / "report.json")
     assert read_report(tmp_path / "report.json") == report
+
+
+def test_bfloat16_asks_that_the_typical_wrong_row_stands_out() -> None:
+    measured = _measured(noise=0.4, sensitivity=0.3)
+    lines = shortcomings_of(measured, tolerance_of("bfloat16"))
+    assert len(lines) == 1
+    assert lines[0].startswith("gap between the median sensitivity and noise is 0.75, at least 1 ")
