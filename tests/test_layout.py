@@ -56,6 +56,17 @@ def test_every_field_is_part_of_the_fingerprint_and_named_when_it_differs(change
     assert "there" in text
 
 
+def test_both_values_stand_beside_their_places() -> None:
+    narrow, other = layout(row=656), layout(weights="rev-b")
+    text = layout().differences(narrow, "at 'p'", "at 'd'")
+    assert text == "regions, first in the latent rows of layer 0: row_bytes 1152 at 'p', 656 at 'd'"
+    fewer = msgspec.structs.replace(other, regions=other.regions[:2])
+    assert layout().differences(fewer) == "regions: 6 of 3 layers here, 2 of 1 layers there; weights: " + (
+        f"{layout().weights!r} here, 'rev-b' there"
+    )
+    assert layout().differences(fewer, most=1) == "regions: 6 of 3 layers here, 2 of 1 layers there"
+
+
 def test_bytes_of_a_transfer_are_rows_times_regions() -> None:
     assert layout().transfer_bytes(10) == 10 * 3 * (1152 + 132)
     assert layout().row_bytes(RegionKind.INDEX) == 3 * 132
@@ -88,9 +99,7 @@ def test_a_placement_fits_its_layout_or_is_refused() -> None:
     latent=st.integers(1, 1 << 24),
     index=st.integers(1, 1 << 20),
 )
-def test_blocks_fit_both_memories_and_one_more_does_not(
-    pool: int, device: int, latent: int, index: int
-) -> None:
+def test_blocks_fit_both_memories_and_one_more_does_not(pool: int, device: int, latent: int, index: int) -> None:
     try:
         budget = blocks_within(pool, latent, device, index)
     except ConfigError:

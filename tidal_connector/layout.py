@@ -80,14 +80,21 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         body = msgspec.json.encode((LAYOUT_VERSION, self), order="sorted")
         return hashlib.blake2b(body, digest_size=16).hexdigest()
 
-    def differences(self, other: KVLayout) -> str:
-        """Name each field in which two layouts differ, with both values (mine first), in one line."""
+    def differences(self, other: KVLayout, here: str = "here", there: str = "there", most: int | None = None) -> str:
+        """Name the fields in which two layouts differ, with both values (mine first), in one line.
+
+        Args:
+            other: the other layout.
+            here: what the text calls the place of this layout.
+            there: what it calls the other's.
+            most: so many fields at most, the first ones; None for all.
+        """
         found = []
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                found.append(_difference(name, mine, theirs))
-        return "; ".join(found) or "no difference"
+                found.append(_difference(name, mine, theirs, here, there))
+        return "; ".join(found[:most]) or "no difference"
 
     def row_bytes(self, kind: RegionKind) -> int:
         """Bytes of one token over all regions of a kind."""
@@ -98,15 +105,26 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tokens * sum(region.row_bytes for region in self.regions)
 
 
-def _difference(name: str, mine: object, theirs: object) -> str:
+def _difference(name: str, mine: object, theirs: object, here: str, there: str) -> str:
     if name != "regions":
-        return f"{name}: {mine!r} here, {theirs!r} there"
+        return f"{name}: {mine!r} {here}, {theirs!r} {there}"
     assert isinstance(mine, tuple)
     assert isinstance(theirs, tuple)
     if len(mine) != len(theirs):
-        return f"regions: {len(mine)} here, {len(theirs)} there"
-    first = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-    return f"regions: first different {first[0]!r} here, {first[1]!r} there"
+        return f"regions: {_count(mine)} {here}, {_count(theirs)} {there}"
+    one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    fields = [field for field in one.__struct_fields__ if getattr(one, field) != getattr(other, field)]
+    values = (f"{field} {_shown(one, field)} {here}, {_shown(other, field)} {there}" for field in fields)
+    return f"regions, first in the {one.kind} rows of layer {one.layer}: {', '.join(values)}"
+
+
+def _count(regions: tuple[RegionSpec, ...]) -> str:
+    return f"{len(regions)} of {len({region.layer for region in regions})} layers"
+
+
+def _shown(region: RegionSpec, field: str) -> str:
+    value = getattr(region, field)
+    return str(value) if isinstance(value, int | RegionKind) else repr(value)
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

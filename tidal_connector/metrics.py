@@ -22,6 +22,8 @@ COUNTERS: Mapping[str, str] = {
     "descriptors_submitted": "descriptors handed to the transport",
     "transfer_seconds": "seconds from first submit to last acknowledgement, summed over transfers",
     "messages_refused": "control messages refused: malformed, of another version or for nobody",
+    "handshakes_refused": "sessions that one side refused, such as for another layout; their requests get no KV",
+    "inquiries_answered": "times that this engine said who it is and how its KV is laid out",
     "notices_stale": "control messages of another generation or incarnation, dropped",
     "aborts_sent": "aborts told to a peer",
     "aborts_received": "aborts told by a peer",

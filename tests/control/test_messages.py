@@ -16,12 +16,14 @@ from tidal_connector.control import messages
 from tidal_connector.control.messages import (
     Abort,
     Aborted,
+    About,
     Accepted,
     Beat,
     Bye,
     Failed,
     Hello,
     Identity,
+    Inquire,
     Landed,
     Message,
     Parked,
@@ -54,6 +56,8 @@ ALL: list[Message] = [
     Aborted(X, G, "left", True),
     Beat(((X, G),)),
     Bye("stops"),
+    Inquire(),
+    About(WHO, True, False, layout(), "f" * 32, 9.0),
 ]
 
 

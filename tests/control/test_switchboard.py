@@ -13,10 +13,12 @@ from tidal_connector.control.channel import Route
 from tidal_connector.control.handshake import Local, Peer
 from tidal_connector.control.messages import (
     Abort,
+    About,
     Beat,
     Bye,
     Hello,
     Identity,
+    Inquire,
     Landed,
     Message,
     Notice,
@@ -267,6 +269,46 @@ def test_fr_36_other_layouts_are_named_with_both_values(wires: Wires) -> None:
     wires.connect()
     assert "weights: 'w0' here, 'rev-b' there" in wires.d.party.told[-1]
     assert wires.p.party.told == []
+    assert wires.p.count("handshakes_refused") == wires.d.count("handshakes_refused") == 1
+
+
+def test_losing_a_session_is_no_refused_handshake(wires: Wires) -> None:
+    wires.connect()
+    wires.d.board.arrived(LINE, encode(wires.p.life, wires.d.life, 1, Refused("no session any more")), 0.0)
+    assert wires.d.party.told[-1] == "lost no session any more"
+    assert wires.d.count("handshakes_refused") == 0
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_whoever_asks_is_told_and_nothing_changes(sends: bool) -> None:
+    side = Side(P, "p1", sends=sends)
+    side.board.arrived(Route(caller=b"proxy"), encode(Incarnation(""), Incarnation(""), 0, Inquire()), 0.0)
+    assert side.words() == [About(Identity(P, side.life), sends, not sends, layout(), layout().fingerprint(), LEASE)]
+    assert side.out[0][0] == Route(caller=b"proxy")
+    assert side.count("inquiries_answered") == 1
+    assert side.count("messages_refused") == side.count("notices_stale") == 0
+    assert (side.board.peers, side.party.told) == (0, [])
+
+
+def test_an_inquiry_in_the_name_of_a_peer_leaves_its_session_alone(wires: Wires) -> None:
+    wires.connect()
+    wires.p.board.tick(LEASE / 2)
+    wires.p.out.clear()
+    wires.p.board.arrived(Route(caller=b"e"), encode(wires.d.life, wires.p.life, 1, Inquire()), LEASE / 2)
+    assert [route for route, _ in wires.p.out] == [Route(caller=b"e")]
+    wires.p.board.tick(LEASE)  # the inquiry was no word of D's, so its lease ends all the same
+    assert wires.p.party.told[-1].startswith("lost")
+
+
+def test_who_was_not_asked_is_not_believed(wires: Wires) -> None:
+    key = wires.connect()
+    told = About(Identity(P, wires.p.life), True, False, layout("evil"), "f" * 32, LEASE)
+    wires.d.board.arrived(LINE, encode(wires.p.life, wires.d.life, 1, told), 0.0)
+    wires.p.board.arrived(CALLER, encode(wires.d.life, wires.p.life, 1, told), 0.0)
+    wires.d.board.arrived(LINE, encode(wires.p.life, wires.d.life, 1, Inquire()), 0.0)
+    assert (wires.d.count("messages_refused"), wires.p.count("messages_refused")) == (2, 1)
+    assert wires.d.out == wires.p.out == []
+    assert wires.d.board.peer(key) is not None
 
 
 def test_an_impostor_cannot_speak_in_a_session(wires: Wires) -> None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeroMQ, and the only place that imports it: one listening socket, and one outgoing socket for each peer that we call.
 
-Takes and hands on whole frames, each with its *route*: the connection that it came from or goes to. Nothing here
-blocks: a frame that cannot be handed to the kernel now is dropped and reported, and the protocol repeats what matters.
-Everything but the constructor is called from the control thread. CURVE keys belong into ``_socket``.
+Takes and hands on whole frames, each with its *route*: the connection that it came from or goes to. Nothing in a
+:class:`Channel` blocks: a frame that cannot be handed to the kernel now is dropped and reported, and the protocol
+repeats what matters. Everything but its constructor is called from the control thread. :func:`ask` is for others: one
+question to one worker, and a bounded wait for the answer. CURVE keys belong into ``_socket``.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -96,7 +98,7 @@ class Channel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._dialled: dict[Route, zmq.Socket[bytes]] = {}
-        self._listener = self._socket(zmq.ROUTER, ":" in host)
+        self._listener = _socket(self._context, zmq.ROUTER, ":" in host)
         self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown caller is an error to see, not a silent drop
         try:
             self._listener.bind(f"tcp://{join_address(host, port)}")
@@ -117,15 +119,6 @@ class Channel:
     ) -> None:
         self.close()
 
-    def _socket(self, kind: int, ipv6: bool) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
-        socket.setsockopt(zmq.IPV6, int(ipv6))
-        return socket
-
     def watch(self, fd: int) -> None:
         """Let :meth:`wait` also return when a file descriptor becomes readable."""
         self._poller.register(fd, zmq.POLLIN)
@@ -139,8 +132,7 @@ class Channel:
         host, port = parse_address("control address", address)
         route = Route(address, line)
         if route not in self._dialled:
-            socket = self._socket(zmq.DEALER, ":" in host)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
+            socket = _socket(self._context, zmq.DEALER, ":" in host)
             try:
                 socket.connect(f"tcp://{join_address(host, port)}")
             except zmq.ZMQError as error:
@@ -207,6 +199,49 @@ class Channel:
             self.hang_up(route)
         self._listener.close()
         self._context.term()
+
+
+def ask(address: str, frame: bytes, timeout_s: float) -> bytes | None:
+    """Send one frame to a worker's ``host:port`` and return the first that comes back; None where none comes in time.
+
+    Opens and closes a connection of its own; any thread.
+
+    Args:
+        address: where the worker listens.
+        frame: what is sent.
+        timeout_s: seconds for connecting, sending and waiting together.
+
+    Raises:
+        ConfigError: the address cannot be read.
+    """
+    host, port = parse_address("control address", address)
+    until = time.monotonic() + timeout_s
+    with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, ":" in host) as socket:
+        socket.setsockopt(zmq.SNDTIMEO, max(1, int(timeout_s * 1000)))
+        try:
+            socket.connect(f"tcp://{join_address(host, port)}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"control address = {address!r}: {error}") from None
+        try:
+            socket.send(frame)
+        except zmq.Again:
+            return None
+        if not socket.poll(max(0, int((until - time.monotonic()) * 1000))):
+            return None
+        parts = socket.recv_multipart(flags=zmq.NOBLOCK)
+        return parts[0] if len(parts) == 1 else b""
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, ipv6: bool) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
+    socket.setsockopt(zmq.IPV6, int(ipv6))
+    if kind == zmq.DEALER:
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
+    return socket
 
 
 def _is_address(text: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidal_connector.control.messages import Hello, Identity, Welcome
+from tidal_connector.control.messages import About, Hello, Identity, Welcome
 from tidal_connector.errors import LayoutMismatch, ProtocolError
 from tidal_connector.ids import EngineId
 from tidal_connector.layout import KVLayout, Placement
@@ -56,6 +56,11 @@ class Peer(msgspec.Struct, frozen=True):
 def hello(local: Local, expects: EngineId) -> Hello:
     """Introduce this worker to the engine that it expects at an address."""
     return Hello(local.identity, expects, local.layout, local.placement, local.endpoint, local.lease_s)
+
+
+def about(local: Local, *, sends: bool, receives: bool) -> About:
+    """Describe this worker to somebody who opens no session."""
+    return About(local.identity, sends, receives, local.layout, local.layout.fingerprint(), local.lease_s)
 
 
 def answer(local: Local, heard: Hello) -> tuple[Welcome, Peer]:

@@ -3,9 +3,9 @@
 
 A frame is one msgpack array ``[version, sender, receiver, session, body]``: the envelope keeps this form in every
 version, and so does :class:`Refused`, so that two versions can always tell each other that they differ. ``sender`` and
-``receiver`` are incarnations; the receiver is empty only in a :class:`Hello` to a peer that is not known yet, and in
-an answer to it. D is the decode worker, which calls; P is the prefill worker, which is called. Pure; called from the
-control thread.
+``receiver`` are incarnations; the receiver is empty only in a :class:`Hello` to a peer that is not known yet, in an
+answer to it, and in an :class:`Inquire` and its answer: who inquires has no name. D is the decode worker, which calls;
+P is the prefill worker, which is called. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -156,8 +156,40 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     reason: Text
 
 
+class Inquire(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
+    """Anyone to a worker: who are you? Opens no session."""
+
+
+class About(msgspec.Struct, frozen=True, array_like=True, tag="about"):
+    """A worker to whoever inquired: who I am, whether I send KV and receive it, how it is laid out, and my lease.
+
+    Engines fit if their fingerprints are equal; the layouts say in what they differ.
+    """
+
+    identity: Identity
+    sends: bool
+    receives: bool
+    layout: KVLayout
+    fingerprint: Name
+    lease_s: Seconds
+
+
 Message: TypeAlias = (
-    Hello | Welcome | Refused | Reserve | Parked | Accepted | Progress | Landed | Failed | Abort | Aborted | Beat | Bye
+    Hello
+    | Welcome
+    | Refused
+    | Reserve
+    | Parked
+    | Accepted
+    | Progress
+    | Landed
+    | Failed
+    | Abort
+    | Aborted
+    | Beat
+    | Bye
+    | Inquire
+    | About
 )
 Notice: TypeAlias = Reserve | Parked | Accepted | Progress | Landed | Failed | Abort | Aborted
 """Messages about one transfer."""

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tidal_connector.control.channel import Route
-from tidal_connector.control.handshake import Local, Peer, answer, check_welcome, hello
+from tidal_connector.control.handshake import Local, Peer, about, answer, check_welcome, hello
 from tidal_connector.control.messages import (
     Abort,
+    About,
     Beat,
     Bye,
     Envelope,
     Hello,
+    Inquire,
     Message,
     Notice,
     Refused,
@@ -61,6 +63,7 @@ class Switchboard:
         self._counters = counters
         self._sender = sender
         self._receiver = receiver
+        self._about = about(local, sends=sender is not None, receives=receiver is not None)
         self._sessions: dict[SessionKey, Session] = {}
         self._called: dict[Route, SessionKey] = {}
         self._callers: dict[Incarnation, SessionKey] = {}
@@ -112,7 +115,7 @@ class Switchboard:
             if route.caller and envelope.sender not in self._callers:
                 self._answer(route, envelope, Refused(str(error)))
             elif route in self._called and foreign_refusal(envelope):
-                self._end(self._called[route], str(error), now)
+                self._refused(self._sessions[self._called[route]], str(error), now)
         except ProtocolError as error:
             self._refuse(str(error))
         else:
@@ -152,6 +155,10 @@ class Switchboard:
         if isinstance(message, Hello) and route.caller:
             self._hello(route, envelope, message, now)
             return
+        if isinstance(message, Inquire) and route.caller:
+            self._counters.add("inquiries_answered")
+            self._answer(route, envelope, self._about)
+            return
         if envelope.receiver != self._local.identity.incarnation:
             self._stale(route, envelope, message, f"incarnation {envelope.receiver!r} is addressed")
             return
@@ -164,7 +171,7 @@ class Switchboard:
         elif session.called and isinstance(message, Welcome):
             self._welcome(session, envelope, message, now)
         elif session.called and isinstance(message, Refused):
-            self._end(session.key, message.reason, now)
+            self._refused(session, message.reason, now)
         elif session.peer is None or session.peer.identity.incarnation != envelope.sender:
             self._counters.add("notices_stale")
         else:
@@ -178,7 +185,7 @@ class Switchboard:
             survive("a beat", lambda: party.beat(session.key, message.live, now))
         elif isinstance(message, Bye):
             self._end(session.key, f"engine {session.expects!r} left: {message.reason}", now)
-        elif isinstance(message, Hello | Welcome | Refused):
+        elif isinstance(message, Hello | Welcome | Refused | Inquire | About):
             self._refuse(f"{type(message).__name__} inside a session")
         elif isinstance(message, Reserve) == session.called and not isinstance(message, Abort):
             self._refuse(f"{type(message).__name__} from the wrong side")
@@ -196,6 +203,7 @@ class Switchboard:
                 raise ProtocolError(f"incarnation {envelope.sender!r} of engine {heard.identity.engine!r} is over")
             welcome, peer = answer(self._local, heard)
         except TidalError as error:
+            self._counters.add("handshakes_refused")
             self._refuse(str(error))
             self._answer(route, envelope, Refused(str(error)[:8000]))
             return
@@ -237,7 +245,7 @@ class Switchboard:
         except TidalError as error:
             self._refuse(str(error))
             self._answer(session.route, envelope, Bye(str(error)[:8000]))
-            self._end(session.key, str(error), now)
+            self._refused(session, str(error), now)
             return
         self._rise(session, peer, now)
 
@@ -267,6 +275,12 @@ class Switchboard:
             self._callers.pop(session.peer.identity.incarnation, None)
         logger.info("session with engine %s ended: %s", session.expects, reason)
         survive("a lost session", lambda: self._party(session).lost(key, reason, now))
+
+    def _refused(self, session: Session, reason: str, now: float) -> None:
+        if session.peer is None:  # else the other side has lost a session that was up
+            self._counters.add("handshakes_refused")
+            logger.warning("engine %s and this one do not come together: %s", session.expects, reason)
+        self._end(session.key, reason, now)
 
     def _greet_again(self, session: Session, now: float) -> float:
         if not self._party(session).needs(session.key):
