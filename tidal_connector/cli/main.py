@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from tidal_connector import __version__
-from tidal_connector.cli.make_model import make_model
+from tidal_connector.cli.bench.commands import bench
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.errors import TidalError
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 
 app.command("make-model")(make_model)
+app.add_typer(bench, name="bench")
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -40,9 +41,6 @@ def clear_errors() -> Iterator[None]:
     except TidalError as error:
         typer.echo(f"tidal: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-app.command("make-model")(make_model)
 
 
 @app.command()
