@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,7 +52,7 @@ def ask(url: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Genera
 
 def ask_many(url: str, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> list[Generated]:
     """Ask several prompts, some at once; the answers come in the prompts' order."""
-    with ThreadPoolExecutor(at_once) as pool:
+    with _threads(at_once) as pool:
         return list(pool.map(lambda prompt: ask(url, prompt, max_tokens), prompts))
 
 
@@ -74,8 +75,18 @@ def ask_sabotaged(stack: Stack, prompt: Sequence[int], max_tokens: int, layer: i
         "prefill_control": stack.prefill_control,
         "sabotage": {"layer": layer, "token": token},
     }
-    with ThreadPoolExecutor(1) as pool:
+    with _threads(1) as pool:
         first = pool.submit(ask, stack.prefill.url, prompt, 1, kv_transfer_params=prefill)
         answer = ask(stack.decode.url, prompt, max_tokens, kv_transfer_params=decode)
         first.result()
     return answer
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that an interrupt does not wait for: their requests end when the servers do."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

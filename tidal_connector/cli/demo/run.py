@@ -65,6 +65,8 @@ def run_demo(options: DemoOptions, console: Console) -> Result:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_sigterm_interrupts())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-demo-")))
+        scratch = folder / "scratch"  # sockets and the like, so that they go with the folder
+        scratch.mkdir()
         model = options.model or _make_model(options, folder / "model", console)
         console.print(stack.enter_context(extra_hugepages(pool_bytes)))
         settings = StackSettings(
@@ -76,6 +78,7 @@ def run_demo(options: DemoOptions, console: Console) -> Result:
             prefix_caching=options.prefix_caching,
             pool_bytes=pool_bytes,
             decode_tidal={"allow_sabotage": True},
+            environment={"TMPDIR": str(scratch)},
         )
         servers = _start(settings, stack, console)
         start_seconds = time.monotonic() - started
