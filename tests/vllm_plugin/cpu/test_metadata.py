@@ -30,7 +30,7 @@ def test_positions_become_rows_through_the_block_table(block_size: int) -> None:
         [-1 if p < 0 else int(step.block_table[r, p // block_size]) * block_size + p % block_size for p in row]
         for r, row in zip([0, 0, 1], selected.tolist(), strict=True)
     ]
-    assert step.slots_of(selected).tolist() == expected
+    assert step.wanted(selected, slice(None)).tolist() == expected
     assert step.context_slots(step.spans[0])[[0, 17, 128, 298, 299]].tolist() == [
         expected[0][0],
         *expected[1],
@@ -49,3 +49,28 @@ def test_padding_tokens_belong_to_no_span() -> None:
     assert step.num_actual_tokens == 5
     assert [(span.start, span.stop) for span in step.spans] == [(0, 2)]
     assert step.slot_mapping.tolist()[2:] == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("entries", [1 << 20, 16, 1])
+@pytest.mark.parametrize("capacity", [4, 9, 40, 10_000])
+def test_no_piece_selects_more_rows_than_the_buffer_holds(
+    capacity: int, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidal_connector.vllm_plugin.cpu import metadata
+
+    monkeypatch.setattr(metadata, "PIECE_ENTRIES", entries)
+    step, k = batch([(1, 30), (0, 0), (20, 20), (7, 100), (1, 2), (1, 3)], block_size=16, padding=2), 4
+    seen: list[tuple[int, int]] = []
+    for part, spans in step.pieces(k, capacity):
+        most = 0
+        for start, stop in spans:
+            (owner,) = [s for s in step.spans if s.start <= part.start + start and part.start + stop <= s.stop]
+            most += min(k * (stop - start), owner.length)
+            seen.append((part.start + start, part.start + stop))
+        assert most <= capacity
+        assert k * (part.stop - part.start) <= max(entries, k)
+        assert (spans[0][0], spans[-1][1]) == (0, part.stop - part.start)
+    assert [start for start, _ in seen] == [0, *[stop for _, stop in seen[:-1]]]
+    assert seen[-1][1] == 30
+    if capacity == 10_000 and entries == 1 << 20:
+        assert len(list(step.pieces(k, capacity))) == 1

@@ -6,6 +6,7 @@ Built once per step and KV cache group, on the forward thread, and read by every
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,9 +18,15 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from tidal_connector.selection.plan import Int64, pool_rows
+from tidal_connector.vllm_plugin.cpu.gather import RowBuffer
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+PIECE_ENTRIES = 1 << 20
+"""Selected entries that are planned at once; each takes about 50 bytes while it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class TidalMLAMetadata(AttentionMetadata):
         block_size: tokens per block.
         max_query_len: tokens of the longest query.
         max_seq_len: tokens of the longest context.
+        buffer: where attention finds the rows that it reads; the same in every step.
     """
 
     num_actual_tokens: int
@@ -75,6 +83,7 @@ class TidalMLAMetadata(AttentionMetadata):
     block_size: int
     max_query_len: int
     max_seq_len: int
+    buffer: RowBuffer
     num_prefills: int = 0
     prefill: None = None
 
@@ -89,18 +98,49 @@ class TidalMLAMetadata(AttentionMetadata):
         blocks = self.block_table[span.row, : -(-span.length // size)].long()
         return (blocks.unsqueeze(1) * size + torch.arange(size)).view(-1)[: span.length]
 
-    def slots_of(self, selected: torch.Tensor) -> torch.Tensor:
+    def wanted(self, selected: torch.Tensor, tokens: slice) -> Int64:
         """Translate positions within requests to cache rows.
 
         Args:
-            selected: ``[num_actual_tokens, k]`` int32 positions, -1 for none.
+            selected: ``[n, k]`` int32 positions of these query tokens, -1 for none.
+            tokens: which query tokens.
 
         Returns:
-            ``[num_actual_tokens, k]`` int64 rows, -1 for none.
+            ``[n, k]`` int64 rows, -1 for none.
+
+        Raises:
+            LayoutMismatch: a position lies beyond its request's blocks.
         """
-        safe = selected.clamp(min=0).long()
-        blocks = self.block_table[self.request_of_token.unsqueeze(1), safe // self.block_size]
-        return torch.where(selected >= 0, blocks * self.block_size + safe % self.block_size, -1)
+        requests = self.request_of_token[tokens].numpy()
+        return pool_rows(selected.numpy(), self.block_table.numpy(), requests, self.block_size)
+
+    def pieces(self, k: int, capacity: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
+        """Cut the step so that what the queries of a piece select fits into a buffer.
+
+        Args:
+            k: entries that a query selects at most.
+            capacity: rows that the buffer holds, at least ``k``.
+
+        Yields:
+            Query tokens of a piece, and within it those of each request as ``(start, stop)`` from 0 on.
+        """
+        start, used = 0, 0
+        inside: list[tuple[int, int]] = []
+        for span in self.spans:
+            at = span.start
+            while at < span.stop:
+                room = span.stop - at if span.length <= capacity - used else (capacity - used) // k
+                count = min(span.stop - at, room, PIECE_ENTRIES // k - (at - start))
+                if count < 1 and at > start:
+                    yield slice(start, at), inside
+                    start, used, inside = at, 0, []
+                    continue
+                count = max(1, count)
+                inside.append((at - start, at - start + count))
+                used += min(count * k, span.length)
+                at += count
+        if inside:
+            yield slice(start, self.spans[-1].stop), inside
 
 
 class TidalMLAMetadataBuilder(AttentionMetadataBuilder[TidalMLAMetadata]):
@@ -116,6 +156,7 @@ class TidalMLAMetadataBuilder(AttentionMetadataBuilder[TidalMLAMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._buffer = RowBuffer()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -147,6 +188,7 @@ class TidalMLAMetadataBuilder(AttentionMetadataBuilder[TidalMLAMetadata]):
             block_size=self.kv_cache_spec.block_size,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
+            buffer=self._buffer,
         )
 
 
