@@ -93,6 +93,11 @@ class TidalWorker:
         self._receives: dict[str, Receive] = {}
         self._failed_blocks: set[int] = set()
 
+    @property
+    def counters(self) -> Counters:
+        """What this worker counts into; the attention layers that read the host pool do so too."""
+        return self._counters
+
     # --- start and end
     # -------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,29 @@ def test_sparse_attention_reads_exactly_the_selection(
         torch.testing.assert_close(output[token].double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_small_buffer_changes_nothing_but_what_is_gathered() -> None:
+    from tidal_connector.metrics import Counters
+    from tidal_connector.vllm_plugin.cpu.gather import RowBuffer
+
+    step = batch(REQUESTS[-1], 16)
+    cache, buffer = filled(step, 16, torch.float32), selection(step, K)
+    query = torch.randn(step.num_actual_tokens, reference.HEADS, reference.WIDTH)
+    outputs, gathered = [], []
+    for capacity in (10_000, 2 * K, K):
+        counters, impl = Counters(), make("sparse", buffer)
+        impl.count_into(counters)
+        step.buffer = RowBuffer(size=capacity * reference.WIDTH * 4)
+        outputs.append(impl.forward_mqa(query, cache, step, None)[0])
+        gathered.append(counters.snapshot())
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=1e-5, atol=1e-5)
+    wanted = step.wanted(buffer[: step.num_actual_tokens], slice(None))
+    assert gathered[0]["rows_gathered"] == len(set(wanted[wanted >= 0].tolist()))
+    assert gathered[2]["rows_gathered"] == (wanted >= 0).sum()
+    assert gathered[0]["rows_gathered"] < gathered[1]["rows_gathered"] < gathered[2]["rows_gathered"]
+    assert all(each["bytes_gathered"] == each["rows_gathered"] * reference.WIDTH * 4 for each in gathered)
+
+
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_dense_attention_reads_everything_before_the_query(requests: list[tuple[int, int]], block_size: int) -> None:

@@ -7,7 +7,7 @@ everything else is the stock runner. Used on the worker's main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -67,19 +67,23 @@ class TidalCpuModelRunner(CPUModelRunner):
             kv_caches = super().initialize_kv_cache_tensors(
                 kv_cache_config, kernel_block_sizes, kv_cache_allocation_context
             )
-        _hand_over(placement)
+        _hand_over(placement, self.compilation_config.static_forward_context)
         return kv_caches
 
 
-def _hand_over(placement: KvPlacement) -> None:
-    """Give the pool to the connector, which registers it for transfers; vLLM registers the caches right
-    after."""
+def _hand_over(placement: KvPlacement, layers: Mapping[str, Any]) -> None:
+    """Give the pool to the connector, which registers it for transfers (vLLM registers the caches right after), and
+    the connector's counters to the layers that read the pool."""
     from tidal_connector.vllm_plugin.connector import TidalConnector
+    from tidal_connector.vllm_plugin.cpu.sparse_mla import TidalSparseMLAImpl
 
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, TidalConnector):
             connector.adopt_pool(placement.pool, list(placement.parts.latent))
+            for name in placement.parts.latent:
+                if isinstance(layers[name].impl, TidalSparseMLAImpl):
+                    layers[name].impl.count_into(connector.worker.counters)
 
 
 def _progress(length: int) -> Callable[[int, int], None]:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, MLAAttent
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tidal_connector.errors import ConfigError
+from tidal_connector.metrics import Counters
 from tidal_connector.vllm_plugin.cpu.attend import attend_context, attend_slots
 from tidal_connector.vllm_plugin.cpu.metadata import TidalMLAMetadata, TidalMLAMetadataBuilder
 
@@ -194,6 +195,11 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
     def __init__(self, *args: Any, **mla: Any) -> None:
         super().__init__(*args, **mla)
         self.init_topk_indices_buffer(mla.get("indexer"), mla.get("topk_indices_buffer"))
+        self._counters: Counters | None = None
+
+    def count_into(self, counters: Counters) -> None:
+        """Count from now on what this layer gathers: its rows lie in the host pool."""
+        self._counters = counters
 
     def record_logical_topk_ready(self) -> None:
         """Take vLLM's signal that the selection of this layer is final; nothing waits for it on CPU."""
@@ -205,10 +211,14 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
         selected = _trim(indices[: query.shape[0]])
         output = query.new_zeros((*query.shape[:2], self.kv_lora_rank), dtype=torch.float32)
         buffer, k = metadata.buffer, selected.shape[1]
-        capacity = buffer.capacity(rows.shape[1] * rows.element_size())
-        for part, spans in metadata.pieces(k, capacity):
+        row_bytes, gathered = rows.shape[1] * rows.element_size(), 0
+        for part, spans in metadata.pieces(k, buffer.capacity(row_bytes)):
             held, slots = buffer.fill(rows, metadata.wanted(selected[part], part))
             attend_slots(query[part], held, slots, spans, self.scale, output[part])
+            gathered += held.shape[0]
+        if self._counters is not None:
+            self._counters.add("rows_gathered", gathered)
+            self._counters.add("bytes_gathered", gathered * row_bytes)
         return output
 
 
