@@ -41,11 +41,18 @@ def test_settings_reach_the_command_lines(tmp_path: Path) -> None:
         assert server.command[server.command.index("--block-size") + 1] == "128"
         assert "--enable-prefix-caching" in server.command
     assert f"prefill-0={stack.prefill.url},{stack.prefill_control}" in stack.proxy.command
-    assert f"decode-0={stack.decode.url}" in stack.proxy.command
+    assert f"decode-0={stack.decode.url},{stack.decode_control}" in stack.proxy.command
+    assert load_config(decode["kv_connector_extra_config"]).control.bind == stack.decode_control
 
 
 def test_a_stack_without_a_reference_has_none(tmp_path: Path) -> None:
     assert Stack(StackSettings(model=tmp_path, logs=tmp_path, reference=False)).reference is None
+
+
+def test_decode_may_serve_another_checkpoint(tmp_path: Path) -> None:
+    stack = Stack(StackSettings(model=tmp_path, decode_model=tmp_path / "other", logs=tmp_path))
+    models = [server.command[server.command.index("--model") + 1] for server in (stack.prefill, stack.decode)]
+    assert models == [str(tmp_path), str(tmp_path / "other")]
 
 
 def test_metrics_are_summed_over_their_labels(tmp_path: Path, monkeypatch: Any) -> None:

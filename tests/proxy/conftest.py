@@ -15,8 +15,10 @@ import httpx
 import pytest
 import uvicorn
 
+from tidal_connector.errors import PeerLost
 from tidal_connector.proxy.app import build_app
 from tidal_connector.proxy.settings import Decode, Prefill, ProxyConfig, Timeouts
+from tidal_connector.proxy.survey import Ask
 
 OK_JSON = json.dumps({"id": "cmpl-1", "choices": [{"text": "hello"}], "kv_transfer_params": None}).encode()
 EVENTS = [b'data: {"choices": [{"text": "%d"}]}\n\n' % i for i in range(3)] + [b"data: [DONE]\n\n"]
@@ -248,9 +250,14 @@ class Bed:
         raise AssertionError("the awaited condition did not come")
 
 
+def nobody(address: str, timeout_s: float) -> Any:
+    """No engine says who it is."""
+    raise PeerLost(f"nobody at {address}")
+
+
 @contextlib.asynccontextmanager
 async def open_bed(
-    prefill: list[Behaviour], decode: list[Behaviour], timeouts: Timeouts, retries: int
+    prefill: list[Behaviour], decode: list[Behaviour], timeouts: Timeouts, retries: int, ask: Ask
 ) -> AsyncIterator[Bed]:
     sides = [[FakeEngine(item) for item in prefill], [FakeEngine(item) for item in decode]]
     async with contextlib.AsyncExitStack() as stack:
@@ -258,11 +265,11 @@ async def open_bed(
             await stack.enter_async_context(engine.running())
         config = ProxyConfig(
             prefill=tuple(Prefill(f"p{i}", item.url, f"127.0.0.1:{7000 + i}") for i, item in enumerate(sides[0])),
-            decode=tuple(Decode(f"d{i}", item.url) for i, item in enumerate(sides[1])),
+            decode=tuple(Decode(f"d{i}", item.url, f"127.0.0.1:{7100 + i}") for i, item in enumerate(sides[1])),
             timeouts=timeouts,
             retries=retries,
         )
-        settings = uvicorn.Config(build_app(config), port=0, log_level="error", lifespan="on", ws="none")
+        settings = uvicorn.Config(build_app(config, ask), port=0, log_level="error", lifespan="on", ws="none")
         server = uvicorn.Server(settings)
         task = asyncio.create_task(server.serve())
         while not server.started:
@@ -295,10 +302,11 @@ def run_bed() -> Callable[..., None]:
         decode: list[Behaviour] | None = None,
         timeouts: Timeouts | None = None,
         retries: int = 1,
+        ask: Ask = nobody,
     ) -> None:
         async def whole() -> None:
             async with open_bed(
-                prefill or [Replies.ok], decode or [Replies.ok_or_stream], timeouts or Timeouts(), retries
+                prefill or [Replies.ok], decode or [Replies.ok_or_stream], timeouts or Timeouts(), retries, ask
             ) as bed:
                 await scenario(bed)
                 await bed.settled()

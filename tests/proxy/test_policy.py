@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidal_connector.proxy.policy import Ledger
+from tidal_connector.proxy.policy import Ledger, choose_pair
 
 
 def test_the_least_loaded_engine_is_chosen() -> None:
@@ -49,3 +49,40 @@ def test_claims_add_up_and_return_to_zero_however_often_they_are_closed(
         for _ in range(closes):
             claim.close()
     assert set(ledger.outstanding.values()) == {0}
+
+
+def ledgers(prefill: dict[str, int], decode: dict[str, int]) -> tuple[Ledger, Ledger]:
+    found = Ledger(list(prefill)), Ledger(list(decode))
+    for ledger, loads in zip(found, (prefill, decode), strict=True):
+        for engine, tokens in loads.items():
+            ledger.claim(engine, tokens)
+    return found
+
+
+def test_a_barred_pair_is_never_formed() -> None:
+    pair = ledgers({"a": 0, "b": 5}, {"c": 0, "d": 5})
+    assert choose_pair(*pair, 0.0) == ("a", "c")
+    assert choose_pair(*pair, 0.0, barred={("a", "c")}) == ("a", "d")
+    assert choose_pair(*pair, 0.0, barred={("a", "c"), ("a", "d")}) == ("b", "c")
+    assert choose_pair(*pair, 0.0, barred={(p, d) for p in "ab" for d in "cd"}) is None
+
+
+def test_of_the_pairs_that_fit_one_that_failed_is_taken_only_if_there_is_no_other() -> None:
+    pair = ledgers({"a": 0, "b": 500}, {"c": 0, "d": 500})
+    assert choose_pair(*pair, 0.0, (["a"], []), {("b", "c")}) == ("b", "d")
+    assert choose_pair(*pair, 0.0, (["a"], []), {("b", "c"), ("b", "d")}) == ("a", "c")
+
+
+loads = st.dictionaries(st.sampled_from("abc"), st.integers(0, 3), min_size=1)
+
+
+@given(loads, loads, st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc")))
+def test_a_bar_elsewhere_changes_no_choice(
+    prefill: dict[str, int], decode: dict[str, int], avoid: set[str], other: set[str], gone: set[str]
+) -> None:
+    pair = ledgers(prefill, decode)
+    for engine in gone & set(prefill):
+        pair[0].unreachable(engine, until=10.0)
+    free = choose_pair(*pair, 5.0, (avoid, other))
+    assert free == (pair[0].choose(5.0, avoid), pair[1].choose(5.0, other))
+    assert choose_pair(*pair, 5.0, (avoid, other), {("x", "y")}) == free

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.proxy.answers import about, layout
+from tidal_connector.control.messages import About
 from tidal_connector.proxy.settings import Timeouts
 
 ALL_EVENTS = b"".join(b'data: {"choices": [{"text": "%d"}]}\n\n' % i for i in range(3)) + b"data: [DONE]\n\n"
@@ -307,7 +309,8 @@ def test_fr_44_transfer_parameters_of_a_client_are_stripped(run_bed: Any) -> Non
     forged = {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_block_ids": [1, 2]}
 
     async def scenario(bed: Any) -> None:
-        await bed.post(kv_transfer_params=forged, ec_transfer_params=forged, vllm_xargs={"kv_transfer_params": "x", "kept": 1})
+        xargs = {"kv_transfer_params": "x", "kept": 1}
+        await bed.post(kv_transfer_params=forged, ec_transfer_params=forged, vllm_xargs=xargs)
         for seen in (bed.prefill[0].requests[0], bed.decode[0].requests[0]):
             assert "192.0.2.1" not in json.dumps(seen.body)
             assert seen.body["vllm_xargs"] == {"kept": 1}
@@ -358,6 +361,8 @@ def test_fr_10_health_needs_one_engine_of_each_kind(run_bed: Any, replies: Any) 
             "status": "no prefill engine is healthy",
             "prefill": {"p0": "status 503"},
             "decode": {"d0": "ok", "d1": "ok"},
+            "barred": [],
+            "unknown": ["p0", "d0", "d1"],
         }
 
     run_bed(scenario, [replies.ok], [replies.ok, replies.ok])
@@ -368,3 +373,42 @@ def test_models_come_from_the_decode_engine(run_bed: Any) -> None:
         assert (await bed.client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
 
     run_bed(scenario)
+
+
+def test_fr_36_engines_that_do_not_fit_get_no_request_and_the_client_one_clear_line(run_bed: Any, replies: Any) -> None:
+    def ask(address: str, timeout_s: float) -> About:
+        return {"127.0.0.1:7000": about("p0"), "127.0.0.1:7100": about("d0", layout(layers=4))}[address]
+
+    async def scenario(bed: Any) -> None:
+        while (await bed.metrics())["tidal_proxy_barred_pairs"] == 0:
+            await asyncio.sleep(0.01)
+        answer = await bed.post(stream=True)
+        assert answer.status_code == 503
+        line = answer.json()["error"]["message"]
+        assert line.startswith("prefill engine 'p0' and decode engine 'd0' do not fit: regions: 6 of 6 layers at 'p0'")
+        assert bed.prefill[0].requests == bed.decode[0].requests == []
+        health = await bed.client.get("/health")
+        assert health.status_code == 503
+        assert (health.json()["status"], health.json()["barred"]) == (line, [line])
+        assert (await bed.settled())['tidal_proxy_requests_total{outcome="unpaired"}'] == 1
+
+    run_bed(scenario, ask=ask)
+
+
+def test_fr_36_requests_go_to_the_pairs_that_fit(run_bed: Any, replies: Any) -> None:
+    def ask(address: str, timeout_s: float) -> About:
+        named = {"127.0.0.1:7000": "p0", "127.0.0.1:7001": "p1", "127.0.0.1:7100": "d0", "127.0.0.1:7101": "d1"}
+        engine = named[address]
+        return about(engine, layout(layers=4 if engine.endswith("1") else 6))
+
+    async def scenario(bed: Any) -> None:
+        while (await bed.metrics())["tidal_proxy_barred_pairs"] < 2:
+            await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*(bed.post() for _ in range(8)))
+        assert {answer.status_code for answer in answers} == {200}
+        for here, there in zip(bed.prefill, bed.decode, strict=True):
+            assert [seen.transfer for seen in here.requests]
+            assert {seen.transfer for seen in here.requests} == {seen.transfer for seen in there.requests}
+        assert (await bed.client.get("/health")).status_code == 200
+
+    run_bed(scenario, [replies.ok, replies.ok], [replies.ok, replies.ok], ask=ask)

@@ -25,6 +25,7 @@ control = "127.0.0.1:7100"
 [[decode]]
 engine = "decode-0"
 url = "http://127.0.0.1:8200"
+control = "127.0.0.1:7200"
 """
 
 
@@ -44,11 +45,12 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("control =", "controll ="), "unknown key 'prefill.controll'; did you mean 'prefill.control'?"),
+        (("control =", "controlx ="), "unknown key 'prefill.controlx'; did you mean 'prefill.control'?"),
         (("listen =", "lisen ="), "unknown key 'lisen'; did you mean 'listen'?"),
         (('url = "http://127.0.0.1:8200"', "url = 3"), "Expected `str`"),
         (("http://127.0.0.1:8200", "127.0.0.1:8200"), "expected http://host:port"),
         (("127.0.0.1:7100", "7100"), "control = '7100': expected host:port"),
+        (("127.0.0.1:7200", "h:x"), "decode 'decode-0': control = 'h:x': expected host:port"),
         (("127.0.0.1:8000", "localhost"), "listen = 'localhost': expected host:port"),
         (("[[decode]]", "[[prefill]]"), "no decode engine; give [[decode]]"),
         (("listen =", "[timeouts]\nkeepalive_s = 5.0\n#"), "timeouts.keepalive_s"),
@@ -77,6 +79,7 @@ def test_engines_can_be_given_as_options() -> None:
     assert (prefill.engine, prefill.url, prefill.control) == ("p", "http://h:1", "h:2")
     assert parse_prefill("p=http://h:1").control == ""
     assert parse_decode("d=http://h:1").url == "http://h:1"
+    assert parse_decode("d=http://h:1,h:2").control == "h:2"
 
 
 @pytest.mark.parametrize("text", ["", "p", "p=", "=http://h:1"])

@@ -55,7 +55,9 @@ def proxy(
     prefill: Annotated[
         list[str] | None, typer.Option(help="ID=URL[,CONTROL_HOST:PORT] of a prefill engine; repeatable.")
     ] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="ID=URL of a decode engine; repeatable.")] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="ID=URL[,CONTROL_HOST:PORT] of a decode engine; repeatable.")
+    ] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; 127.0.0.1:8000 if not said.")] = None,
 ) -> None:
     """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""

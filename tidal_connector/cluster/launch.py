@@ -45,10 +45,20 @@ class ServerProcess:
         url: base URL of its HTTP server.
         log: file that holds its output.
         command: what runs under the keeper.
+        probe: path that answers 200 once it serves.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        url: str,
+        log: Path,
+        probe: str = "/health",
+    ) -> None:
         self.name = name
+        self.probe = probe
         self.url = url
         self.log = log
         self.command = list(command)
@@ -122,7 +132,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def ready(self) -> bool:
-        """Whether ``/health`` answers 200.
+        """Whether it serves: its probe answers 200.
 
         Raises:
             StartFailed: the process has ended.
@@ -130,7 +140,7 @@ class ServerProcess:
         if not self.running():
             raise StartFailed(f"{self.name} ended before it served; {self.log_tail()}")
         try:
-            return httpx.get(self.url + "/health", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+            return httpx.get(self.url + self.probe, timeout=2.0, trust_env=False).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 

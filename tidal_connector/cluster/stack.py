@@ -45,6 +45,7 @@ class StackSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         model: folder of the checkpoint.
+        decode_model: folder of the decode engine's, where that differs: a pair that must be refused.
         logs: folder for one log file per process.
         dtype: the checkpoint's dtype.
         block_size: tokens per KV block of every engine.
@@ -78,6 +79,7 @@ class StackSettings(msgspec.Struct, frozen=True):
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     load_failure_policy: str = "recompute"
+    decode_model: Path | None = None
     environment: Mapping[str, str] = {}
     reference: bool = True
 
@@ -89,7 +91,7 @@ class Stack:
         settings: what it was made of.
         prefill, decode, proxy: always there.
         reference: the engine without a connector, or None.
-        prefill_control: control address of the prefill engine.
+        prefill_control, decode_control: control addresses of the two engines.
     """
 
     def __init__(self, settings: StackSettings, progress: Callable[[list[str], float], None] | None = None) -> None:
@@ -98,9 +100,12 @@ class Stack:
         self._exit = contextlib.ExitStack()
         http = free_ports(6)
         self.prefill_control = f"127.0.0.1:{http[4]}"
+        self.decode_control = f"127.0.0.1:{http[5]}"
         self.reference = self._engine("reference", http[0], None) if settings.reference else None
         self.prefill = self._engine("prefill", http[1], self._transfer(Role.PREFILL, http[4]), settings.prefill_args)
-        self.decode = self._engine("decode", http[2], self._transfer(Role.DECODE, http[5]), settings.decode_args)
+        self.decode = self._engine(
+            "decode", http[2], self._transfer(Role.DECODE, http[5]), settings.decode_args, settings.decode_model
+        )
         self.proxy = self._proxy(http[3])
 
     def __enter__(self) -> Self:
@@ -111,7 +116,6 @@ class Stack:
             for server in servers:
                 started.enter_context(server)
             started.callback(_begin_stop, servers)
-            # The proxy's own health needs both engines, so it is not waited for apart from them.
             wait_ready(servers, _START_S, self._progress)
             self._exit = started.pop_all()
         return self
@@ -133,11 +137,13 @@ class Stack:
         )
         return kv_transfer_config(config, role)
 
-    def _engine(self, name: str, port: int, transfer: str | None, args: tuple[str, ...] = ()) -> ServerProcess:
+    def _engine(
+        self, name: str, port: int, transfer: str | None, args: tuple[str, ...] = (), model: Path | None = None
+    ) -> ServerProcess:
         settings = self.settings
         command = engine_command(
             [
-                *("--model", str(settings.model), "--served-model-name", MODEL_NAME),
+                *("--model", str(model or settings.model), "--served-model-name", MODEL_NAME),
                 *("--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype, "--enforce-eager"),
                 *("--block-size", str(settings.block_size), "--max-model-len", str(settings.max_model_len)),
                 *("--max-num-seqs", str(settings.max_num_seqs)),
@@ -156,13 +162,16 @@ class Stack:
         command = [
             *(sys.executable, "-m", "tidal_connector.cli", "proxy", "--listen", f"127.0.0.1:{port}"),
             *("--prefill", f"{PREFILL_ENGINE}={self.prefill.url},{self.prefill_control}"),
-            *("--decode", f"{DECODE_ENGINE}={self.decode.url}"),
+            *("--decode", f"{DECODE_ENGINE}={self.decode.url},{self.decode_control}"),
         ]
-        return self._server("proxy", command, child_environment(), port)
+        # Its own health also says whether the engines fit; a stack of engines that do not must come up, too.
+        return self._server("proxy", command, child_environment(), port, "/metrics")
 
-    def _server(self, name: str, command: list[str], environment: dict[str, str], port: int) -> ServerProcess:
+    def _server(
+        self, name: str, command: list[str], environment: dict[str, str], port: int, probe: str = "/health"
+    ) -> ServerProcess:
         log = self.settings.logs / f"{name}.log"
-        return ServerProcess(name, command, environment, f"http://127.0.0.1:{port}", log)
+        return ServerProcess(name, command, environment, f"http://127.0.0.1:{port}", log, probe)
 
 
 def read_metrics(server: ServerProcess, prefix: str = "tidal:") -> dict[str, float]:

@@ -212,24 +212,23 @@ def ask(address: str, frame: bytes, timeout_s: float) -> bytes | None:
         timeout_s: seconds for connecting, sending and waiting together.
 
     Raises:
-        ConfigError: the address cannot be read.
+        ConfigError: the address cannot be read, or no socket can be had for it.
     """
     host, port = parse_address("control address", address)
     until = time.monotonic() + timeout_s
-    with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, ":" in host) as socket:
-        socket.setsockopt(zmq.SNDTIMEO, max(1, int(timeout_s * 1000)))
-        try:
+    try:
+        with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, ":" in host) as socket:
+            socket.setsockopt(zmq.SNDTIMEO, max(1, int(timeout_s * 1000)))
             socket.connect(f"tcp://{join_address(host, port)}")
-        except zmq.ZMQError as error:
-            raise ConfigError(f"control address = {address!r}: {error}") from None
-        try:
             socket.send(frame)
-        except zmq.Again:
-            return None
-        if not socket.poll(max(0, int((until - time.monotonic()) * 1000))):
-            return None
-        parts = socket.recv_multipart(flags=zmq.NOBLOCK)
-        return parts[0] if len(parts) == 1 else b""
+            if not socket.poll(max(0, int((until - time.monotonic()) * 1000))):
+                return None
+            parts = socket.recv_multipart(flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    except zmq.ZMQError as error:
+        raise ConfigError(f"control address = {address!r}: {error}") from None
+    return parts[0] if len(parts) == 1 else b""
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, ipv6: bool) -> zmq.Socket[bytes]:

@@ -13,12 +13,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from tidal_connector.control.inquiry import inquire
 from tidal_connector.errors import ParamsError
 from tidal_connector.proxy.engines import Failure, kept_headers, name_of, open_client
 from tidal_connector.proxy.legs import ClientRequest, parse_request
 from tidal_connector.proxy.meters import Outcome
 from tidal_connector.proxy.relay import Relay, refusal
 from tidal_connector.proxy.settings import ProxyConfig
+from tidal_connector.proxy.survey import Ask, Survey
 
 ROUTES = ("/v1/completions", "/v1/chat/completions")
 
@@ -36,18 +38,20 @@ class RelayedResponse(Response):
         await self._relay.serve(self._request, receive, send)
 
 
-def build_app(config: ProxyConfig) -> FastAPI:
+def build_app(config: ProxyConfig, ask: Ask = inquire) -> FastAPI:
     """Return the ASGI application.
 
     Args:
         config: checked settings (``settings.check_config``).
+        ask: asks one engine who it is.
     """
     client = open_client(config.timeouts)
-    relay = Relay(config, client)
+    survey = Survey(config, ask)
+    relay = Relay(config, client, survey)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with client:
+        async with client, survey.running():
             yield
 
     app = FastAPI(title="tidal proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -74,8 +78,9 @@ def build_app(config: ProxyConfig) -> FastAPI:
             "decode": {item.engine: state for item, state in zip(config.decode, decode, strict=True)},
         }
         missing = [kind for kind, engines in states.items() if "ok" not in engines.values()]
-        text = f"no {' and no '.join(missing)} engine is healthy" if missing else "ok"
-        return JSONResponse({"status": text, **states}, status_code=503 if missing else 200)
+        text = f"no {' and no '.join(missing)} engine is healthy" if missing else survey.nothing_fits or "ok"
+        body = {"status": text, **states, "barred": survey.reasons, "unknown": survey.unknown}
+        return JSONResponse(body, status_code=200 if text == "ok" else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -90,6 +95,7 @@ def build_app(config: ProxyConfig) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        relay.meters.barred_pairs.set(len(survey.barred))
         return Response(relay.meters.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app

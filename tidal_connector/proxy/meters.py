@@ -23,6 +23,8 @@ class Outcome(enum.StrEnum):
     STREAM_ERROR = "stream_error"
     """An error after the client had the first byte."""
     DISCONNECTED = "disconnected"
+    UNPAIRED = "unpaired"
+    """503: no prefill engine fits a decode engine."""
 
 
 class Meters:
@@ -41,6 +43,9 @@ class Meters:
             "Engine requests that failed, by role and engine",
             ["role", "engine"],
             registry=self.registry,
+        )
+        self.barred_pairs = Gauge(
+            "tidal_proxy_barred_pairs", "Pairs of engines that do not fit and are not formed", registry=self.registry
         )
         self.in_flight = Gauge("tidal_proxy_in_flight", "Client requests now open", registry=self.registry)
         self.outstanding = Gauge(

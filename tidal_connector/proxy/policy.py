@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine gets a request: the one with the least outstanding tokens.
+"""Which engines get a request: those with the least outstanding tokens, among the pairs that may be formed.
 
 Pure, no clock and no I/O of its own. One :class:`Ledger` per role, used from the event loop's thread only. A
 claim is opened when a leg is dispatched and closed exactly once, however the leg ends, so that the sum
@@ -9,6 +9,14 @@ returns to zero.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import add
+from typing import TypeAlias
+
+Pair: TypeAlias = tuple[str, str]
+"""A prefill and a decode engine."""
+
+Cost: TypeAlias = tuple[int, int, int]
+"""Failed on by this request, lately not reached, outstanding tokens; the smaller the better, the first counts most."""
 
 
 class Claim:
@@ -47,15 +55,12 @@ class Ledger:
             avoid: engines that this request has already failed on; chosen only if there is no other, as are
                 engines that could lately not be reached.
         """
+        return min(self._outstanding, key=lambda engine: self.cost(engine, now, avoid))
 
-        def cost(engine: str) -> tuple[bool, bool, int]:
-            return (
-                engine in avoid,
-                self._unreachable_until.get(engine, now) > now,
-                self._outstanding[engine],
-            )
-
-        return min(self._outstanding, key=cost)
+    def cost(self, engine: str, now: float, avoid: Collection[str] = ()) -> Cost:
+        """Return what speaks against an engine; arguments as in :meth:`choose`."""
+        unreachable = self._unreachable_until.get(engine, now) > now
+        return (engine in avoid, unreachable, self._outstanding[engine])
 
     def claim(self, engine: str, tokens: int) -> Claim:
         """Count tokens as outstanding on an engine until the claim is closed."""
@@ -72,3 +77,30 @@ class Ledger:
     def reached(self, engine: str) -> None:
         """Forget that an engine could not be reached."""
         self._unreachable_until.pop(engine, None)
+
+
+def choose_pair(
+    prefill: Ledger,
+    decode: Ledger,
+    now: float,
+    avoid: tuple[Collection[str], Collection[str]] = ((), ()),
+    barred: Collection[Pair] = (),
+) -> Pair | None:
+    """Return the pair with the least cost; None where every pair is barred.
+
+    Where nothing is barred, each engine is the one that its ledger chooses.
+
+    Args:
+        prefill, decode: the ledgers.
+        now: monotonic seconds.
+        avoid: prefill and decode engines that this request has already failed on.
+        barred: pairs that must not be formed.
+    """
+    if not barred:
+        return prefill.choose(now, avoid[0]), decode.choose(now, avoid[1])
+
+    def cost(pair: Pair) -> tuple[int, ...]:
+        return tuple(map(add, prefill.cost(pair[0], now, avoid[0]), decode.cost(pair[1], now, avoid[1])))
+
+    left = [pair for one in prefill.outstanding for other in decode.outstanding if (pair := (one, other)) not in barred]
+    return min(left, key=cost, default=None)

@@ -3,6 +3,7 @@
 
 Rules:
 
+* Only engines that fit are paired; where none do, the client gets 503 and the reason.
 * Each attempt has a fresh transfer id. A 4xx is never tried again; a lost connection or a 5xx is, as long as
   the client has not got a byte.
 * The decode engine's answer is the client's answer, status, content type and bytes. Before it has begun, the
@@ -35,8 +36,9 @@ from tidal_connector.proxy.engines import (
 )
 from tidal_connector.proxy.legs import Body, ClientRequest, decode_body, engine_request_id, prefill_body
 from tidal_connector.proxy.meters import Meters, Outcome
-from tidal_connector.proxy.policy import Ledger
+from tidal_connector.proxy.policy import Ledger, Pair, choose_pair
 from tidal_connector.proxy.settings import Decode, Prefill, ProxyConfig
+from tidal_connector.proxy.survey import Survey
 
 _log = get_logger(__name__)
 
@@ -56,9 +58,10 @@ class _Failed(msgspec.Struct, frozen=True):
 class Relay:
     """Runs client requests against the configured engines."""
 
-    def __init__(self, config: ProxyConfig, client: httpx.AsyncClient) -> None:
+    def __init__(self, config: ProxyConfig, client: httpx.AsyncClient, survey: Survey) -> None:
         self._config = config
         self._client = client
+        self._survey = survey
         self._prefill = {item.engine: item for item in config.prefill}
         self._decode = {item.engine: item for item in config.decode}
         self.prefill = Ledger(list(self._prefill))
@@ -99,7 +102,13 @@ class Relay:
         request_id = engine_request_id(request.request_id)
         avoid: dict[str, list[str]] = {"prefill": [], "decode": []}
         for attempts_left in range(self._config.retries, -1, -1):
-            async with self._attempt(request, request_id, avoid) as result:
+            failed_on = (avoid["prefill"], avoid["decode"])
+            pair = choose_pair(self.prefill, self.decode, time.monotonic(), failed_on, self._survey.barred)
+            if pair is None:
+                how = refusal(503, self._survey.nothing_fits)
+                await send_whole(send, how.status, how.headers | {"x-request-id": request_id}, how.body)
+                return Outcome.UNPAIRED
+            async with self._attempt(request, request_id, pair) as result:
                 if isinstance(result, Answer):
                     self.meters.first_byte_seconds.observe(time.monotonic() - started)
                     return await self._deliver(result, send, request_id, started)
@@ -115,13 +124,10 @@ class Relay:
         return _outcome_of(how)
 
     @contextlib.asynccontextmanager
-    async def _attempt(
-        self, request: ClientRequest, request_id: str, avoid: dict[str, list[str]]
-    ) -> AsyncIterator[Answer | _Failed]:
+    async def _attempt(self, request: ClientRequest, request_id: str, pair: Pair) -> AsyncIterator[Answer | _Failed]:
         """Dispatch both legs; yield the first verdict; end both legs on the way out."""
         now = time.monotonic()
-        prefill = self._prefill[self.prefill.choose(now, avoid["prefill"])]
-        decode = self._decode[self.decode.choose(now, avoid["decode"])]
+        prefill, decode = self._prefill[pair[0]], self._decode[pair[1]]
         transfer = new_transfer_id()
         headers = request.headers | {"x-request-id": request_id}
         prefill_claim = self.prefill.claim(prefill.engine, request.prompt_tokens)

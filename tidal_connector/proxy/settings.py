@@ -35,6 +35,8 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keepalive_s: how long an idle connection is kept; below the engines' own bound, so that no request is
             sent into a connection that is just being closed.
         health_s: for an engine's answer to a health check or a list of models.
+        inquiry_s: for an engine's answer to the question who it is and how its KV is laid out.
+        inquiry_every_s: between two rounds of that question.
         cooldown_s: how long an engine that could not be reached is chosen only if there is no other.
     """
 
@@ -44,6 +46,8 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: Positive = 300.0
     keepalive_s: KeepAlive = 3.0
     health_s: Positive = 2.0
+    inquiry_s: Positive = 1.0
+    inquiry_every_s: Positive = 3.0
     cooldown_s: Positive = 5.0
 
 
@@ -53,8 +57,8 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         engine: its engine id.
         url: base URL of its HTTP server.
-        control: ``host:port`` of its control channel, told to the decode engine; empty where the decode
-            engine knows it by its own ``peers`` table.
+        control: ``host:port`` of its control channel, told to the decode engine, and asked whether the two fit;
+            empty where the decode engine knows it by its own ``peers`` table.
     """
 
     engine: str
@@ -63,10 +67,18 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decode engine: its engine id and the base URL of its HTTP server."""
+    """A decode engine.
+
+    Attributes:
+        engine: its engine id.
+        url: base URL of its HTTP server.
+        control: ``host:port`` of its control channel, asked whether it fits a prefill engine; empty leaves that to the
+            engines' own handshake.
+    """
 
     engine: str
     url: str
+    control: str = ""
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,23 +128,24 @@ def parse_prefill(text: str) -> Prefill:
     Raises:
         ConfigError: the text has another form.
     """
-    engine, separator, rest = text.partition("=")
-    url, _, control = rest.partition(",")
-    if not (engine and separator and url):
-        raise ConfigError(f"--prefill {text!r}: expected ID=URL or ID=URL,CONTROL_HOST:PORT")
-    return Prefill(engine=engine, url=url, control=control)
+    return Prefill(*_parse_engine("--prefill", text))
 
 
 def parse_decode(text: str) -> Decode:
-    """Turn ``ID=URL`` into a decode engine.
+    """Turn ``ID=URL`` or ``ID=URL,HOST:PORT`` (control channel) into a decode engine.
 
     Raises:
         ConfigError: the text has another form.
     """
-    engine, separator, url = text.partition("=")
+    return Decode(*_parse_engine("--decode", text))
+
+
+def _parse_engine(option: str, text: str) -> tuple[str, str, str]:
+    engine, separator, rest = text.partition("=")
+    url, _, control = rest.partition(",")
     if not (engine and separator and url):
-        raise ConfigError(f"--decode {text!r}: expected ID=URL")
-    return Decode(engine=engine, url=url)
+        raise ConfigError(f"{option} {text!r}: expected ID=URL or ID=URL,CONTROL_HOST:PORT")
+    return engine, url, control
 
 
 def check_config(config: ProxyConfig) -> ProxyConfig:
@@ -150,9 +163,8 @@ def check_config(config: ProxyConfig) -> ProxyConfig:
             parts = urlsplit(item.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port")
-    for prefill in config.prefill:
-        if prefill.control:
-            host_and_port(f"prefill {prefill.engine!r}: control", prefill.control)
+            if item.control:
+                host_and_port(f"{kind} {item.engine!r}: control", item.control)
     return config
 
 
