@@ -100,25 +100,15 @@ def test_decode_is_killed_during_a_transfer(stack: Stack) -> None:
     assert_at_rest(stack)
 
 
-def test_prefill_freezes_longer_than_its_lease_and_comes_back(stack: Stack) -> None:
+@pytest.mark.parametrize("frozen", ["prefill", "decode"])
+def test_an_engine_freezes_longer_than_its_lease_and_comes_back(stack: Stack, frozen: str) -> None:
+    server = stack.prefill if frozen == "prefill" else stack.decode
     with ThreadPoolExecutor(1) as pool:
-        prompt, answer = under_way(stack, pool, 61)
-        stack.prefill.signal(signal.SIGSTOP)
+        prompt, answer = under_way(stack, pool, 61 + len(frozen))
+        server.signal(signal.SIGSTOP)
         try:
             time.sleep(8.0)
         finally:
-            stack.prefill.signal(signal.SIGCONT)
-        ends_truthfully(stack, prompt, answer)
-    assert_at_rest(stack)
-
-
-def test_decode_freezes_longer_than_its_lease_and_comes_back(stack: Stack) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        prompt, answer = under_way(stack, pool, 71)
-        stack.decode.signal(signal.SIGSTOP)
-        try:
-            time.sleep(8.0)
-        finally:
-            stack.decode.signal(signal.SIGCONT)
+            server.signal(signal.SIGCONT)
         ends_truthfully(stack, prompt, answer)
     assert_at_rest(stack)

@@ -77,7 +77,6 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     # --- worker
-    # --------------------------------------------------------------------------------------------------------
 
     def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str]) -> None:
         """Take over the host pool that the model runner's latents are views of; before
@@ -146,7 +145,6 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     # --- scheduler
-    # -----------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Learn the control address that the worker bound."""

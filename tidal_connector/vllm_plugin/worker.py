@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warehouse half of the connector: lives in vLLM's worker, owns the bytes, carries out what the
-scheduler half decided.
+"""The warehouse half of the connector: lives in vLLM's worker, owns the bytes, carries out what the scheduler decided.
 
-Everything with a thread, a socket or a registration is opened in :meth:`TidalWorker.register` through one
-``ExitStack`` and closed in :meth:`TidalWorker.close` in reverse order. vLLM's thread only hands intents to
-the rooms and reads their outcomes;
-it never waits for a peer, with one bounded exception: a preemption, whose pages vLLM is about to give to
+Everything with a thread, a socket or a registration is opened in :meth:`TidalWorker.register` through one ``ExitStack``
+and closed in :meth:`TidalWorker.close` in reverse order. vLLM's thread only hands intents to the rooms and reads their
+outcomes; it never waits for a peer, with one bounded exception: a preemption, whose pages vLLM is about to give to
 somebody else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -22,13 +19,15 @@ from tidal_connector.control.messages import Identity
 from tidal_connector.decode.receiver import Receiver
 from tidal_connector.errors import LayoutMismatch
 from tidal_connector.ids import DevicePageId, EngineId, HostPageId, RequestId, TransferId, new_incarnation
-from tidal_connector.layout import Home, KVLayout, Region, RegionKind
+from tidal_connector.layout import Home, Region, RegionKind
 from tidal_connector.log import get_logger
 from tidal_connector.memory.region import MemoryRegion
 from tidal_connector.metrics import Counters
 from tidal_connector.prefill.sender import Sender
 from tidal_connector.transfer.plane import TransferPlane, open_plane
 from tidal_connector.vllm_plugin.metadata import Receive, TidalHandshake, TidalMetadata
+from tidal_connector.vllm_plugin.sabotage import corrupt_row
+from tidal_connector.vllm_plugin.startup import announce
 from tidal_connector.vllm_plugin.stats import Gains, TidalStats
 from tidal_connector.vllm_plugin.translate import (
     EngineFacts,
@@ -99,7 +98,6 @@ class TidalWorker:
         return self._counters
 
     # --- start and end
-    # -------------------------------------------------------------------------------------------------
 
     def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str]) -> None:
         """Take the host pool over from the model runner; it is closed after everything that reads or writes
@@ -150,7 +148,7 @@ class TidalWorker:
         self._wake = loop.wake
         self._stack.enter_context(loop)
         self._handshake = TidalHandshake(control=loop.address, incarnation=identity.incarnation)
-        self._report(layout, loop.address)
+        announce(facts.engine, loop.address, layout, self._pool, self._counters)
 
     def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
         config = self._facts.config
@@ -168,29 +166,6 @@ class TidalWorker:
     def _woken(self) -> None:
         self._wake()
 
-    def _report(self, layout: KVLayout, address: str) -> None:
-        latent, index = layout.row_bytes(RegionKind.LATENT), layout.row_bytes(RegionKind.INDEX)
-        layers = len({region.layer for region in layout.regions})
-        on_device = index if self._pool is not None else latent + index
-        pool = self._pool
-        self._counters.set("pool_bytes", pool.length if pool else 0)
-        self._counters.set("pool_hugepage_bytes", pool.report.hugepage_bytes if pool else 0)
-        self._counters.set("device_bytes_per_token", on_device)
-        self._counters.set("kv_bytes_per_token", latent + index)
-        self._counters.set("kv_layers", layers)
-        logger.info(
-            "engine %s listens on %s: %d layers, %d latent + %d index bytes per token, "
-            "%.1f device bytes per token and layer%s, layout %s",
-            self._facts.engine,
-            address,
-            layers,
-            latent,
-            index,
-            on_device / layers,
-            f", {pool.report.line()}" if pool else "",
-            layout.fingerprint(),
-        )
-
     def handshake(self) -> TidalHandshake | None:
         """Return what the scheduler half must know: the control address that was really bound."""
         return self._handshake
@@ -200,7 +175,6 @@ class TidalWorker:
         self._stack.close()
 
     # --- one step
-    # ------------------------------------------------------------------------------------------------------
 
     def preempted(self, metadata: TidalMetadata) -> None:
         """Stop reading the pages that vLLM has just taken back, before the forward pass that may write
@@ -315,7 +289,7 @@ class TidalWorker:
             found.failed.add(request)
             found.failed_blocks.update(item.pages)
         elif item.sabotage is not None:
-            self._corrupt(item)
+            corrupt_row(self._regions.values(), item, self._latent_bytes)
 
     def failed_blocks(self) -> set[int]:
         """Return the blocks of the receives that failed in the last poll (for hosts that take blocks, not
@@ -326,24 +300,3 @@ class TidalWorker:
     def stats(self) -> TidalStats | None:
         """Return what the counters gained since the last call."""
         return self._gains.since_last(self._counters.snapshot())
-
-    def _corrupt(self, item: Receive) -> None:
-        """Turn the signs of one latent row that landed, to prove that a test bed notices
-        (``allow_sabotage``).
-        """
-        assert item.sabotage is not None
-        wanted = (RegionKind.LATENT, item.sabotage.layer)
-        region = next(r for r in self._regions.values() if (r.kind, r.layer) == wanted)
-        block_size = region.page_tokens
-        page = item.pages[item.sabotage.token // block_size - item.first // block_size]
-        address = region.address(page, item.sabotage.token % block_size)
-        row = (ctypes.c_ubyte * region.row_bytes).from_address(address)
-        width = self._latent_bytes
-        for index in range(width - 1, region.row_bytes, width):
-            row[index] ^= 0x80
-        logger.warning(
-            "request %s: corrupted layer %d token %d on request",
-            item.request,
-            item.sabotage.layer,
-            item.sabotage.token,
-        )
