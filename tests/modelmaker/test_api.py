@@ -59,6 +59,7 @@ def test_a_refused_checkpoint_cannot_be_loaded(tmp_path: Path, monkeypatch: pyte
     measured = report.Measurement(
         noise=report.Noise(0.5, {}, 1, 1, 0.1, [1], 1),
         sensitivity=report.Sensitivity(1.0, 1.0, {}, 0.0, 1, []),
+        reach=report.Reach(4, 64, 4),
         engine_start_s=0.0,
         measured_s=0.0,
     )

@@ -12,6 +12,7 @@ from tidal_connector.modelmaker.report import (
     ModelReport,
     Noise,
     Probe,
+    Reach,
     Sensitivity,
     read_report,
     shortcomings_of,
@@ -21,7 +22,7 @@ from tidal_connector.modelmaker.report import (
 FLOAT32 = tolerance_of("float32")
 
 
-def _measured(noise: float = 1e-4, sensitivity: float = 0.1, equal: int = 18) -> Measurement:
+def _measured(noise: float = 1e-4, sensitivity: float = 0.1, equal: int = 18, outputs: int = 4) -> Measurement:
     return Measurement(
         noise=Noise(
             largest=noise,
@@ -40,6 +41,7 @@ def _measured(noise: float = 1e-4, sensitivity: float = 0.1, equal: int = 18) ->
             prompt_tokens=769,
             probes=[Probe(layer=0, position=3, kind="zeroed", change=sensitivity)],
         ),
+        reach=Reach(prompts=4, shared_ending_tokens=64, distinct_outputs=outputs),
         engine_start_s=9.0,
         measured_s=30.0,
     )
@@ -56,6 +58,7 @@ def test_a_fair_judge_has_no_shortcomings() -> None:
         (_measured(noise=math.nan), r"^noise is nan"),
         (_measured(sensitivity=0.01), r"^sensitivity is 0\.01 nats, at least 0\.02 .*smaller --topk"),
         (_measured(noise=0.008), r"^gap .* is 12\.5, at least 20 .*take --dtype float32"),
+        (_measured(outputs=3), r"^reach is 3 different outputs for 4 .*take another --seed"),
         (_measured(equal=17), r"^equal tokens in 17 of 18 .*take another --seed"),
     ],
 )

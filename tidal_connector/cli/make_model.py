@@ -90,7 +90,17 @@ def _show(report: ModelReport, directory: Path) -> None:
         for name, value in sense.by_kind.items():
             table.add_row(f"  row {name}", f"{value:.3g}", "")
         table.add_row("  median of all probes", f"{sense.median:.3g}", "")
-        table.add_row("sensitivity / noise", f"{measured.gap:,.3g}", f">= {bounds.gap:g}" if bounds.gap else "")
-        table.add_row("median / noise", f"{measured.typical_gap:,.3g}", f">= {bounds.typical_gap:g}")
+        table.add_row("sensitivity / noise", _ratio(measured.gap), f">= {bounds.gap:g}" if bounds.gap else "")
+        table.add_row("median / noise", _ratio(measured.typical_gap), f">= {bounds.typical_gap:g}")
+        reach = measured.reach
+        table.add_row(
+            f"outputs after one ending of {reach.shared_ending_tokens} tokens",
+            f"{reach.distinct_outputs} of {reach.prompts} differ",
+            "all",
+        )
         table.add_row("engine start, measurement (s)", f"{measured.engine_start_s:g}, {measured.measured_s:g}", "")
     Console().print(table)
+
+
+def _ratio(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"

@@ -67,11 +67,20 @@ class Sensitivity(msgspec.Struct, frozen=True):
     probes: list[Probe]
 
 
+class Reach(msgspec.Struct, frozen=True):
+    """Whether greedy output depends on distant rows: prompts with one ending and different beginnings."""
+
+    prompts: int
+    shared_ending_tokens: int
+    distinct_outputs: int
+
+
 class Measurement(msgspec.Struct, frozen=True):
     """Result of ``tidal_connector.vllm_plugin.measure_model`` (times in seconds)."""
 
     noise: Noise
     sensitivity: Sensitivity
+    reach: Reach
     engine_start_s: float
     measured_s: float
 
@@ -175,6 +184,13 @@ def shortcomings_of(measurement: Measurement, tolerance: Tolerance) -> list[str]
         lines.append(
             f"equal tokens in {noise.sequences_with_equal_tokens} of {noise.sequences} pairs of runs, all are "
             "required: a greedy choice is too close; take another --seed"
+        )
+    reach = measurement.reach
+    if reach.distinct_outputs != reach.prompts:
+        lines.append(
+            f"reach is {reach.distinct_outputs} different outputs for {reach.prompts} prompts that share only their "
+            f"last {reach.shared_ending_tokens} tokens, all must differ: output does not depend on distant rows; take "
+            "another --seed"
         )
     if not sensitivity.smallest >= tolerance.sensitivity:
         lines.append(

@@ -30,53 +30,12 @@ PROBE_STEPS = 8
 TOP = 5
 _LONG = 2257  # more than one chunk of the largest size
 _BATCH_LENGTHS = (15, 64, 65, 129, 300, 517, 800, 1000)
-_WORDS = [
-    "the",
-    "low",
-    "road",
-    "to",
-    "an",
-    "old",
-    "harbour",
-    "is",
-    "dry",
-    "by",
-    "noon",
-    "and",
-    "boats",
-    "wait",
-    "there",
-    "for",
-    "rain",
-    "while",
-    "five",
-    "people",
-    "count",
-    "grey",
-    "stones,",
-    "ask",
-    "for",
-    "news,",
-    "mend",
-    "nets,",
-    "boil",
-    "tea;",
-    "then",
-    "all",
-    "go",
-    "home",
-    "when",
-    "lamps",
-    "are",
-    "lit",
-    "over",
-    "17",
-    "doors",
-    "and",
-    "no",
-    "one",
-    "sings",
-]
+_ENDING = 64
+_BEGINNINGS = 4
+_PROSE = (
+    "the low road to an old harbour is dry by noon and boats wait there for rain while five people count grey stones, "
+    "ask for news, mend nets, boil tea; then all go home when lamps are lit over 17 doors and no one sings"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +58,10 @@ class _Selections:
 def prompt_text(length: int, seed: int) -> list[int]:
     """Return a prompt of ``length`` byte tokens of plain words."""
     rng = random.Random(seed)
+    words = _PROSE.split()
     text = ""
     while len(text) < length:
-        text += rng.choice(_WORDS) + rng.choice((" ", " ", " ", ", ", ".\n"))
+        text += rng.choice(words) + rng.choice((" ", " ", " ", ", ", ".\n"))
     return list(text[:length].encode())
 
 
@@ -214,7 +174,7 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     started = time.monotonic()
     bench = Bench(model, dtype)
     ready = time.monotonic()
-    result: dict[str, Any] = {"noise": _noise(bench), "sensitivity": _sensitivity(bench)}
+    result: dict[str, Any] = {"noise": _noise(bench), "sensitivity": _sensitivity(bench), "reach": _reach(bench)}
     result["engine_start_s"] = round(ready - started, 1)
     result["measured_s"] = round(time.monotonic() - ready, 1)
     return result
@@ -289,6 +249,15 @@ def _sensitivity(bench: Bench) -> dict[str, Any]:
         "prompt_tokens": len(prompt),
         "probes": probes,
     }
+
+
+def _reach(bench: Bench) -> dict[str, Any]:
+    """Ask the same last words after different beginnings; output that ignores the beginnings repeats itself."""
+    ending = prompt_text(_ENDING, 99)
+    prompts = [prompt_text(500 - _ENDING, 30 + i) + ending for i in range(_BEGINNINGS)]
+    bench.forget()
+    outputs = {tuple(trace.tokens) for trace in bench.run(prompts, CHUNKS[0], STEPS)}
+    return {"prompts": _BEGINNINGS, "shared_ending_tokens": _ENDING, "distinct_outputs": len(outputs)}
 
 
 def _another(prompt: list[int], position: int) -> int:
