@@ -159,3 +159,25 @@ def test_free_ports_are_distinct() -> None:
 
 def test_own_group_is_seen() -> None:
     assert os.getpid() in group_members(os.getpgrp())
+
+
+# Makes shared memory, says its name, and hangs; multiprocessing starts a resource tracker for it.
+SHARER = """
+import time
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+print("name", block.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_killed_server_is_unlinked(tmp_path: Path) -> None:
+    server = ServerProcess(
+        "s", [sys.executable, "-c", SHARER], child_environment(), "http://127.0.0.1:9", tmp_path / "l"
+    )
+    with server:
+        until(lambda: server.log.exists() and "name" in server.log.read_text())
+        name = server.log.read_text().split()[1]
+        assert Path("/dev/shm", name).exists()
+        server.kill()
+        assert not Path("/dev/shm", name).exists()

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _POLL_S = 0.05
+_KILL_POLL_S = 0.01
+_TRACKER_S = 2.0
 _GROUP_FIELD = 2
 """Position of the process group in ``/proc/PID/stat``, counted after the command's name."""
 
@@ -61,16 +63,40 @@ def _end_group(child: subprocess.Popen[bytes], grace_s: float) -> None:
     me = os.getpid()
     os.killpg(me, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline:
+    while group_members(me) != [me] and time.monotonic() < deadline:
         child.poll()
-        if group_members(me) == [me]:
-            break
         time.sleep(_POLL_S)
-    for pid in group_members(me):
-        if pid != me:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    kill_group(me, spare=me)
     child.wait()
+
+
+def kill_group(group: int, spare: int = 0) -> None:
+    """Kill a process group and wait until the kernel has taken its last process away.
+
+    Processes that ignore SIGTERM come last, after a moment in which they may end by themselves: multiprocessing's
+    resource tracker is one of them, and it unlinks the shared memory of those that were killed.
+
+    Args:
+        group: the group.
+        spare: a member that is left alone.
+    """
+    patient = time.monotonic() + _TRACKER_S
+    while members := [pid for pid in group_members(group) if pid != spare]:
+        for pid in members:
+            if time.monotonic() > patient or not _ignores_sigterm(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_POLL_S)
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    """Whether a process ignores SIGTERM, or blocks it, as the tracker does until it has started."""
+    ignored = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("SigIgn:", "SigBlk:")):
+                ignored |= int(line.split()[1], 16)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import IO, Self
 
 import httpx
 
-from tidal_connector.cluster.keeper import group_members
+from tidal_connector.cluster.keeper import group_members, kill_group
 from tidal_connector.errors import TidalError
 
 GRACE_S = 10.0
@@ -30,7 +30,6 @@ GRACE_S = 10.0
 
 _TAIL_LINES = 25
 _POLL_S = 0.25
-_KILL_POLL_S = 0.01
 
 
 class StartFailed(TidalError):
@@ -107,14 +106,16 @@ class ServerProcess:
         try:
             process.wait(GRACE_S + 5.0)
         except subprocess.TimeoutExpired:
-            _kill_group(process)
+            kill_group(process.pid)
+            process.wait()
 
     def kill(self) -> None:
         """End the process and its descendants at once, with SIGKILL."""
         process, self._process = self._process, None
         if process is None:
             return
-        _kill_group(process)
+        kill_group(process.pid)
+        process.wait()
         _close(process.stdin)
 
     def signal(self, number: signal.Signals) -> None:
@@ -194,14 +195,6 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a group and wait until the kernel has taken its last process away."""
-    while members := group_members(process.pid):
-        _signal_all(members, signal.SIGKILL)
-        time.sleep(_KILL_POLL_S)
-    process.wait()
 
 
 def _close(pipe: IO[bytes] | None) -> None:
