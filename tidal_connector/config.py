@@ -163,6 +163,10 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str = ""
     allow_sabotage: bool = False
 
+    def offloads(self, kv_role: str) -> bool:
+        """Whether an engine of this ``kv_role`` keeps its latents in the host pool."""
+        return self.offload is Offload.ON or (self.offload is Offload.AUTO and kv_role == "kv_consumer")
+
     @property
     def quarantine_s(self) -> float:
         """Seconds of quarantine, by the transport where it is not set (protocol.md, section 6)."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidal_connector.config import Offload, TidalConfig, load_config
+from tidal_connector.config import TidalConfig, load_config
 from tidal_connector.errors import ConfigError, LayoutMismatch
 from tidal_connector.ids import EngineId
 from tidal_connector.layout import Home, KVLayout, Placement, Region, RegionKind, RegionSpec
@@ -80,7 +80,7 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         if size > 1:
             raise ConfigError(f"{name} = {size}: TidalConnector serves engines of one rank; expected 1")
     consumer = transfer.kv_role in ("kv_consumer", "kv_both")
-    offload = config.offload is Offload.ON or (config.offload is Offload.AUTO and transfer.kv_role == "kv_consumer")
+    offload = config.offloads(transfer.kv_role)
     if offload and transfer.kv_role == "kv_producer":
         raise ConfigError(
             'offload = "on" with kv_role kv_producer: prefill keeps its latents on the device; '

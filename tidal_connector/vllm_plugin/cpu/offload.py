@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from tidal_connector.config import Offload, TidalConfig, load_config
+from tidal_connector.config import TidalConfig, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.layout import BlockBudget, blocks_within
 from tidal_connector.log import get_logger
@@ -36,8 +36,7 @@ def resolve(vllm_config: VllmConfig) -> TidalConfig | None:
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return None
     config = load_config(transfer.kv_connector_extra_config)
-    consumer = transfer.kv_role == "kv_consumer"
-    if config.offload is Offload.OFF or (config.offload is Offload.AUTO and not consumer):
+    if not config.offloads(transfer.kv_role):
         return None
     if getattr(vllm_config.model_config.hf_config, "index_topk", None) is None:
         raise ConfigError(
