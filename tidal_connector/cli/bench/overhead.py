@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from tidal_connector.cli.bench.figures import load, machine_facts, spread
+from tidal_connector.cli.bench.figures import cpu_seconds, load, machine_facts, spread
 from tidal_connector.cli.bench.overhead_report import BESIDE, RATIO_BOUND, Overhead, Pair, ratios, show
 from tidal_connector.cli.demo.expect import RowBytes, row_bytes
 from tidal_connector.cli.interrupts import sigterm_interrupts
@@ -108,6 +108,9 @@ def run_overhead(options: OverheadOptions, console: Console) -> Overhead:
         push_s=spread(pair.push_s for pair in pairs),
         plain_engine_s=spread(pair.plain_engine_s for pair in pairs),
         push_engine_s=spread(pair.push_engine_s for pair in pairs),
+        plain_cpu_s=spread(pair.plain_cpu_s for pair in pairs),
+        push_cpu_s=spread(pair.push_cpu_s for pair in pairs),
+        decode_cpu_s=spread(pair.decode_cpu_s for pair in pairs),
         bytes_pushed=pushed,
         bytes_expected=options.pairs * rows.prompt(options.tokens),
         landed_before_prefill_end=(after[_LANDED] - before[_LANDED]) / pushed if pushed else 0.0,
@@ -124,6 +127,22 @@ def run_overhead(options: OverheadOptions, console: Console) -> Overhead:
     )
     show(result, console)
     return result
+
+
+class _Timed(NamedTuple):
+    """One request: seconds to its answer, the engine's own prefill seconds, its processor seconds."""
+
+    seconds: float
+    engine: float
+    cpu: float
+
+
+class _Pushed(NamedTuple):
+    """A push: its prefill leg, and the decode leg beside it in seconds and in processor seconds."""
+
+    prefill: _Timed
+    decode: float
+    decode_cpu: float
 
 
 class Meter:
@@ -150,19 +169,21 @@ class Meter:
             TidalError: a request failed, or the engines' metrics do not show it.
         """
         before = load()
-        plain, push = (0.0, 0.0), (0.0, 0.0, 0.0)
-        for what in ("plain", "push") if plain_first else ("push", "plain"):
-            if what == "plain":
-                plain = self._plain(prompt)
-            else:
-                push = self._push(prompt)
+        if plain_first:
+            plain = self._plain(prompt)
+        push = self._push(prompt)
+        if not plain_first:
+            plain = self._plain(prompt)
         return Pair(
             first="plain" if plain_first else "push",
-            plain_s=plain[0],
-            push_s=push[0],
-            plain_engine_s=plain[1],
-            push_engine_s=push[1],
-            decode_s=push[2],
+            plain_s=plain.seconds,
+            push_s=push.prefill.seconds,
+            plain_engine_s=plain.engine,
+            push_engine_s=push.prefill.engine,
+            plain_cpu_s=plain.cpu,
+            push_cpu_s=push.prefill.cpu,
+            decode_cpu_s=push.decode_cpu,
+            decode_s=push.decode,
             load=before,
         )
 
@@ -177,10 +198,10 @@ class Meter:
         prefill = self._servers.prefill
         return _until(prefill, lambda found: found.get(_PUSHED, 0) >= self._moved, f"{self._moved} pushed bytes")
 
-    def _plain(self, prompt: Sequence[int]) -> tuple[float, float]:
+    def _plain(self, prompt: Sequence[int]) -> _Timed:
         return self._timed(self._reference, lambda: self._ask(self._reference, prompt))
 
-    def _push(self, prompt: Sequence[int]) -> tuple[float, float, float]:
+    def _push(self, prompt: Sequence[int]) -> _Pushed:
         transfer = new_transfer_id()
         prefill = {"mode": "push", "role": "prefill", "transfer_id": transfer}
         decode = {
@@ -193,16 +214,16 @@ class Meter:
         with ThreadPoolExecutor(1) as pool:
             # The decode leg goes first and gets through this process before the timed one needs the interpreter.
             started = time.monotonic()
+            cpu = cpu_seconds(self._servers.decode.pids())
             other = pool.submit(self._ask, self._servers.decode, prompt, decode)
             time.sleep(_HEAD_START_S)
-            seconds, engine = self._timed(
-                self._servers.prefill, lambda: self._ask(self._servers.prefill, prompt, prefill)
-            )
+            prefill_leg = self._timed(self._servers.prefill, lambda: self._ask(self._servers.prefill, prompt, prefill))
             other.result()
             whole = time.monotonic() - started
+            cpu = cpu_seconds(self._servers.decode.pids()) - cpu
         self._moved += self._rows.prompt(len(prompt))
         self.settled()
-        return seconds, engine, whole
+        return _Pushed(prefill_leg, whole, cpu)
 
     def _ask(self, server: ServerProcess, prompt: Sequence[int], transfer: dict[str, str] | None = None) -> None:
         body: dict[str, Any] = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": 1, "temperature": 0.0}
@@ -215,15 +236,16 @@ class Meter:
         if answer.status_code != httpx.codes.OK:
             raise TidalError(f"{server.name}: {answer.status_code} for {len(prompt)} tokens: {answer.text[:500]}")
 
-    def _timed(self, server: ServerProcess, act: Callable[[], object]) -> tuple[float, float]:
-        """Return the seconds of an act and the engine's own for it."""
+    def _timed(self, server: ServerProcess, act: Callable[[], object]) -> _Timed:
         before = read_metrics(server, _TIME)
         wanted = before.get(f"{_TIME}_count", 0) + 1
+        cpu = cpu_seconds(server.pids())
         started = time.monotonic()
         act()
         seconds = time.monotonic() - started
+        cpu = cpu_seconds(server.pids()) - cpu
         after = _until(server, lambda found: found.get(f"{_TIME}_count", 0) >= wanted, "the request", _TIME)
-        return seconds, after[f"{_TIME}_sum"] - before.get(f"{_TIME}_sum", 0)
+        return _Timed(seconds, after[f"{_TIME}_sum"] - before.get(f"{_TIME}_sum", 0), cpu)
 
 
 def _until(

@@ -29,7 +29,9 @@ class Pair(msgspec.Struct, frozen=True):
         first: which ran first: ``plain`` or ``push``.
         plain_s, push_s: seconds from request to answer, with one new token.
         plain_engine_s, push_engine_s: the engines' own prefill seconds, from scheduling to the first token.
-        decode_s: seconds of the decode leg, which ran beside the push.
+        plain_cpu_s, push_cpu_s: processor seconds of the timed engine's processes.
+        decode_cpu_s: processor seconds of the decode engine's processes, which ran beside the push.
+        decode_s: seconds of the decode leg.
         load: load average over one minute before the pair.
     """
 
@@ -38,6 +40,9 @@ class Pair(msgspec.Struct, frozen=True):
     push_s: float
     plain_engine_s: float
     push_engine_s: float
+    plain_cpu_s: float
+    push_cpu_s: float
+    decode_cpu_s: float
     decode_s: float
     load: float
 
@@ -49,6 +54,7 @@ class Overhead(msgspec.Struct, frozen=True):
         ratio: prefill time with the connector over without, by HTTP requests; median of the pairs.
         engine_ratio: the same by the engines' own clocks.
         plain_s, push_s, plain_engine_s, push_engine_s: seconds.
+        plain_cpu_s, push_cpu_s, decode_cpu_s: processor seconds, as in :class:`Pair`.
         bytes_pushed: acknowledged in the timed pairs.
         bytes_expected: the same computed from the checkpoint.
         landed_before_prefill_end: share of the pushed bytes.
@@ -64,6 +70,9 @@ class Overhead(msgspec.Struct, frozen=True):
     push_s: Spread
     plain_engine_s: Spread
     push_engine_s: Spread
+    plain_cpu_s: Spread
+    push_cpu_s: Spread
+    decode_cpu_s: Spread
     bytes_pushed: int
     bytes_expected: int
     landed_before_prefill_end: float
@@ -115,6 +124,14 @@ def show(found: Overhead, console: Console) -> None:
         found.push_engine_s.text(unit="s"),
         found.engine_ratio.text(),
     )
+    cpu = found.push_cpu_s.median / found.plain_cpu_s.median if found.plain_cpu_s.median else 0.0
+    table.add_row(
+        "processor time of the engine",
+        found.plain_cpu_s.text(2, "s"),
+        found.push_cpu_s.text(2, "s"),
+        f"{cpu:.3f} of medians",
+    )
+    table.add_row("of the decode engine beside it", "", found.decode_cpu_s.text(2, "s"), "")
     table.add_section()
     table.add_row("bytes pushed", "", f"{found.bytes_pushed / _MIB:.1f} MiB", "")
     table.add_row("landed before prefill ended", "", f"{found.landed_before_prefill_end:.1%}", "")
