@@ -8,12 +8,10 @@ undoes it.
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -23,6 +21,7 @@ from tidal_connector.cli.demo.compare import Generated, compare
 from tidal_connector.cli.demo.expect import RowBytes, row_bytes
 from tidal_connector.cli.demo.prompts import LENGTHS, QUICK_LENGTHS, SABOTAGE_LENGTH, make_prompts
 from tidal_connector.cli.demo.report import LOGPROB_BOUND, Result, Row, show
+from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cluster.hugepages import extra_hugepages
 from tidal_connector.cluster.stack import Stack, StackSettings, read_metrics
 from tidal_connector.config import parse_bytes
@@ -63,7 +62,7 @@ def run_demo(options: DemoOptions, console: Console) -> Result:
     started = time.monotonic()
     pool_bytes = parse_bytes("--pool", options.pool)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sigterm_interrupts())
+        stack.enter_context(sigterm_interrupts())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-demo-")))
         scratch = folder / "scratch"  # sockets and the like, so that they go with the folder
         scratch.mkdir()
@@ -220,17 +219,3 @@ def _progress(update: Callable[[str], None]) -> Callable[[list[str], float], Non
         update(f"waiting for {', '.join(names)} ({seconds:.0f} s)")
 
     return show_waiting
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM undo everything, as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
