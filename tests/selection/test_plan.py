@@ -52,6 +52,17 @@ def test_a_row_that_two_queries_select_is_moved_once() -> None:
     assert plan.slots.tolist() == [[0, 1], [1, -1]]
 
 
+@given(rows=st.lists(st.lists(st.integers(-1, 9), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_slots_follow_the_order_in_which_rows_first_occur(rows: list[list[int]]) -> None:
+    buffer = StepBuffer(18)
+    for _ in range(2):  # what is left in the buffer's working memory from before changes nothing
+        buffer.release()
+        plan = choose(np.array(rows), buffer)
+        assert plan.misses.tolist() == list(dict.fromkeys(row for each in rows for row in each if row >= 0))
+        found = np.where(plan.slots >= 0, np.append(plan.misses, -1)[plan.slots], -1)
+        assert found.tolist() == rows
+
+
 def test_nothing_selected_moves_nothing() -> None:
     buffer = StepBuffer(0)
     plan = choose(np.full((2, 3), -1), buffer)
