@@ -20,9 +20,7 @@ def test_counters_only_rise() -> None:
 
 def test_no_count_is_lost_between_threads() -> None:
     counters = Counters()
-    threads = [
-        threading.Thread(target=lambda: [counters.add("aborts_sent") for _ in range(5000)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [counters.add("aborts_sent") for _ in range(5000)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -184,18 +184,11 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             missing = [item for item in want if item not in have]
             surplus = [item for item in have if item not in want]
             raise LayoutMismatch(
-                f"regions differ from the layout: missing {missing}, surplus {surplus} "
-                "(kind, layer, row bytes)"
+                f"regions differ from the layout: missing {missing}, surplus {surplus} (kind, layer, row bytes)"
             )
         for region in self.regions:
-            if (
-                region.pages < 1
-                or region.page_tokens < 1
-                or region.page_stride < region.page_tokens * region.row_bytes
-            ):
-                raise LayoutMismatch(
-                    f"{region.kind} layer {region.layer}: pages overlap or are empty: {region!r}"
-                )
+            if region.pages < 1 or region.page_tokens < 1 or region.page_stride < region.page_tokens * region.row_bytes:
+                raise LayoutMismatch(f"{region.kind} layer {region.layer}: pages overlap or are empty: {region!r}")
 
 
 class BlockBudget(msgspec.Struct, frozen=True):
@@ -214,9 +207,7 @@ class BlockBudget(msgspec.Struct, frozen=True):
     limit: Home
 
 
-def blocks_within(
-    pool_bytes: int, latent_block_bytes: int, device_bytes: int, index_block_bytes: int
-) -> BlockBudget:
+def blocks_within(pool_bytes: int, latent_block_bytes: int, device_bytes: int, index_block_bytes: int) -> BlockBudget:
     """Divide host pool and device budget into blocks (design D2).
 
     Args:
@@ -238,6 +229,4 @@ def blocks_within(
             f"{device_bytes} bytes holds {device_blocks} blocks of {index_block_bytes} bytes; "
             "raise the smaller one"
         )
-    return BlockBudget(
-        blocks, pool_blocks, device_blocks, Home.HOST if pool_blocks <= device_blocks else Home.DEVICE
-    )
+    return BlockBudget(blocks, pool_blocks, device_blocks, Home.HOST if pool_blocks <= device_blocks else Home.DEVICE)

@@ -53,9 +53,7 @@ SPDX = "SPDX-License-Identifier: Apache-2.0"
 
 _MACHINE_PATH = re.compile(r"(?<![\w.})])/(?:root|home|work|workspace|tmp|Users|mnt|data)(?:/|\b)")
 _REGISTRY_HOST = re.compile(r"\b(?:pypi|pythonhosted|npmjs|debian)\.org\b")
-_BLANKET_IGNORE = re.compile(
-    r"#\s*(?:mypy:\s*ignore-errors|ruff:\s*noqa|flake8:\s*noqa|type:\s*ignore\s*$|noqa\s*$)"
-)
+_BLANKET_IGNORE = re.compile(r"#\s*(?:mypy:\s*ignore-errors|ruff:\s*noqa|flake8:\s*noqa|type:\s*ignore\s*$|noqa\s*$)")
 
 
 def floors(module: Module) -> list[str]:
@@ -105,9 +103,7 @@ def single_importers(module: Module) -> list[str]:
             if each.target == foreign or each.target.startswith(foreign + "."):
                 allowed = inside.startswith(place) if place.endswith("/") else inside == place
                 if not allowed:
-                    found.append(
-                        f"{module.path}:{each.line}: {foreign} may be imported only in {PACKAGE}/{place}"
-                    )
+                    found.append(f"{module.path}:{each.line}: {foreign} may be imported only in {PACKAGE}/{place}")
     return found
 
 
@@ -206,11 +202,7 @@ def no_blanket_ignores(path: str, text: str) -> list[str]:
 
 def no_getenv_in_native_code(path: str, text: str) -> list[str]:
     """Native code takes its settings as arguments."""
-    return [
-        f"{path}:{n}: getenv in native code"
-        for n, line in enumerate(text.splitlines(), 1)
-        if "getenv(" in line
-    ]
+    return [f"{path}:{n}: getenv in native code" for n, line in enumerate(text.splitlines(), 1) if "getenv(" in line]
 
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from typing import Any
 
 import pytest
-import tomllib
 
 from tests.arch.source import ROOT
 
@@ -69,9 +69,7 @@ def test_readme_shows_both_commands() -> None:
 
 
 def test_every_documented_target_is_listed_by_help() -> None:
-    listed = subprocess.run(
-        ["make", "-s", "help"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
+    listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for target in ("setup", "demo", "test", "lint", "bench", "help"):
         assert re.search(rf"^ *make {target} ", listed, re.M), target
 

@@ -51,14 +51,10 @@ def test_sources_are_licensed() -> None:
 
 def test_native_code_reads_no_environment() -> None:
     native = [
-        path
-        for path in tracked_files()
-        if path.startswith(("csrc/", "ops_ascendc/")) and path.endswith((".cpp", ".h"))
+        path for path in tracked_files() if path.startswith(("csrc/", "ops_ascendc/")) and path.endswith((".cpp", ".h"))
     ]
     assert native
-    assert [
-        line for path, text in _texts(native) for line in rules.no_getenv_in_native_code(path, text)
-    ] == []
+    assert [line for path, text in _texts(native) for line in rules.no_getenv_in_native_code(path, text)] == []
 
 
 def _violations(rule: Callable[[Module], list[str]], files: list[Module]) -> list[str]:

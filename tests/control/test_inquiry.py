@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from tests.control.pair import Decode, Handover, Prefill, eventually, layout
+from tests.control.pair import FAST, Decode, Handover, Prefill, eventually, layout
 from tidal_connector.control.channel import Channel
 from tidal_connector.control.inquiry import inquire
 from tidal_connector.control.messages import Bye, Refused, encode
@@ -22,6 +22,7 @@ from tidal_connector.transfer.loopback import LoopbackFabric
 
 LONG_S = 10.0  # never waited out: somebody answers
 SHORT_S = 0.2  # waited out: nobody does
+CALM = msgspec.structs.replace(FAST, lease_s=LONG_S, accept_s=LONG_S, stall_s=LONG_S)
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def test_both_kinds_of_worker_say_who_they_are_while_they_hand_over() -> None:
 def test_asking_does_not_disturb_a_transfer() -> None:
     with ExitStack() as stack:
         fabric = LoopbackFabric()
-        prefill, decode = Prefill(stack, fabric), Decode(stack, fabric)
+        prefill, decode = Prefill(stack, fabric, settings=CALM), Decode(stack, fabric, settings=CALM)
         handover = Handover("asked", prefill, decode, 40)
         handover.open()
         handover.reserve()

@@ -93,6 +93,9 @@ def test_what_changes_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypat
     survey = survey_of(ONE, engines, rounds=3)
     (record,) = caplog.records
     assert record.getMessage() == survey.nothing_fits != ""
+    engines.said["p0"] = about("p0", life="2")  # started anew, and the same
+    survey_of(ONE, engines, survey=survey)
+    assert len(caplog.records) == 1
     engines.said["d0"] = about("d0", life="2")
     survey_of(ONE, engines, rounds=2, survey=survey)
     assert [item.getMessage() for item in caplog.records[1:]] == [f"mended: {record.getMessage()}"]

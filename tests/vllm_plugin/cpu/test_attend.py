@@ -33,7 +33,7 @@ def check(query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, output: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "k"), [(1, 1), (3, 7), (57, 64), (130, 65), (200, 100)])
+@pytest.mark.parametrize(("count", "k"), [(1, 1), (3, 7), (20, 64), (50, 65)])
 @pytest.mark.parametrize("spread", [300, 30])
 def test_each_query_attends_to_its_selection(count: int, k: int, spread: int, dtype: torch.dtype) -> None:
     query, rows = tensors(count, 300, dtype)
