@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tidal_connector.cli.bench import overhead, transfer
+from tidal_connector.cli.bench import commands, overhead, transfer
 from tidal_connector.cli.bench.figures import MachineFacts, Spread, cpu_model, cpu_seconds, machine_facts, spread
 from tidal_connector.cli.bench.overhead import Meter, OverheadOptions, run_overhead
 from tidal_connector.cli.bench.overhead_report import Overhead, Pair, ratios, show
@@ -191,6 +191,16 @@ def test_prompts_are_fresh_for_each_pair() -> None:
     prompts = overhead._prompts(OverheadOptions(tokens=20, pairs=3))
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == 5
     assert all(len(prompt) == 20 for prompt in prompts)
+
+
+def test_bench_alone_runs_everything_and_a_named_one_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(commands, "transfer", lambda: ran.append("transfer"))
+    monkeypatch.setattr(commands, "prefill_overhead", lambda: ran.append("prefill-overhead"))
+    assert CliRunner().invoke(app, ["bench"]).exit_code == 0
+    assert ran == ["transfer", "prefill-overhead"]
+    assert CliRunner().invoke(app, ["bench", "prefill-overhead", "--pairs", "0"]).exit_code == 2
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize("arguments", [["--tokens", "1"], ["--pairs", "0"]])
