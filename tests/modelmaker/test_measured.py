@@ -25,6 +25,13 @@ def test_the_default_checkpoint_is_a_fair_judge(tmp_path: Path) -> None:
     assert report.measurement.sensitivity.without_corruption <= report.measurement.noise.largest
 
 
+def test_the_bfloat16_variant_is_accepted_with_its_own_bounds(tmp_path: Path) -> None:
+    report = make_model(tmp_path, dtype="bfloat16", measure=True)
+    assert report.shortcomings == []
+    assert report.measurement is not None
+    assert report.tolerance.noise > make_model(tmp_path / "float32").tolerance.noise
+
+
 def test_a_chaotic_checkpoint_is_refused(tmp_path: Path) -> None:
     report = make_model(tmp_path, layers=2, recipe=CHAOTIC, measure=True)
     assert any(line.startswith("noise is ") for line in report.shortcomings), report
