@@ -391,5 +391,59 @@ def test_a_silent_prefill_is_lost_when_its_lease_ends(fabric: LoopbackFabric, st
     assert decode.counters.snapshot()["leases_expired"] == 1
 
 
+def test_a_transfer_that_landed_at_one_decode_engine_fails_at_the_next(
+    stack: ExitStack, fabric: LoopbackFabric
+) -> None:
+    """A proxy that tries decode again elsewhere with the same parameters: both engines count generations from 1."""
+    prefill = Prefill(stack, fabric)
+    one, other = Decode(stack, fabric), Decode(stack, fabric, engine="decode-1")
+    handover = Handover("twice", prefill, one, 40)
+    handover.open()
+    handover.compute(0, 40)
+    handover.done()
+    handover.reserve()
+    assert one.outcome().ok
+    assert prefill.outcome().ok
+    Handover("twice", prefill, other, 40).reserve()
+    got = other.outcome()
+    assert not got.ok
+    assert "is over" in got.reason
+
+
+def test_a_request_whose_transfer_was_given_up_is_reported_when_vllm_ends_it(
+    stack: ExitStack, fabric: LoopbackFabric
+) -> None:
+    prefill, decode = Prefill(stack, fabric), Decode(stack, fabric)
+    handover = Handover("given-up", prefill, decode, 40)
+    handover.open()
+    handover.compute(0, 20)
+    prefill.sender.give_up(handover.request, "its pages were taken by a preemption")
+    handover.reserve()
+    assert "preemption" in decode.outcome().reason
+    assert not prefill.sender.outcomes()
+    prefill.sender.abort(handover.request, "its client left")
+    assert "preemption" in prefill.outcome().reason
+
+
+def test_a_request_with_the_transfer_id_of_another_leaves_nothing_behind(
+    stack: ExitStack, fabric: LoopbackFabric
+) -> None:
+    prefill, decode = Prefill(stack, fabric), Decode(stack, fabric)
+    handover = Handover("double", prefill, decode, 40)
+    handover.open()
+    double = RequestId("p-second")
+    prefill.sender.open(double, handover.transfer, None)
+    handover.reserve()
+    handover.compute(0, 40)
+    handover.done()
+    assert decode.outcome().ok
+    assert prefill.outcome().ok
+    prefill.sender.open(double, handover.transfer, None)  # its second chunk, after the owner's end
+    prefill.sender.finish(double, 40)
+    assert "another request" in prefill.outcome().reason
+    assert not prefill.sender._ledger.records
+    assert not prefill.sender._ledger.requests
+
+
 def _sleep_until(told: threading.Event) -> None:
     assert told.wait(8.0)

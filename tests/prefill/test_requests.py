@@ -192,11 +192,22 @@ def test_bytes_for_the_same_peer_are_progress_for_those_that_queue_behind() -> N
 def test_a_late_question_gets_the_last_word_and_other_generations_a_clean_no() -> None:
     send, _ = run(*FLYING, BAD)
     over = sends.buried(send)
-    assert machine.repeat(over, Generation(1)) == send.last_word
-    other = machine.repeat(over, Generation(2))
-    assert isinstance(other, Failed)
-    assert other.drained
-    assert "reset" in other.reason
+    assert machine.repeat(over, S, Generation(1)) == send.last_word
+    for other in (
+        machine.repeat(over, S, Generation(2)),
+        machine.repeat(over, SessionKey("2:decode-1"), Generation(1)),
+    ):
+        assert isinstance(other, Failed)
+        assert other.drained
+        assert "reset" in other.reason
+
+
+def test_a_second_decode_engine_is_never_told_that_the_first_ones_rows_landed() -> None:
+    events: tuple[Event, ...] = (*SENDING, Wrote((0,), 0, 8), Wrote((1,), 0, 8), GOOD, PartEnded(2, True, True, ""))
+    send, effects = run(*events)
+    assert [type(word) for word in words(effects)] == [Landed]
+    _, effects = machine.step(sends.buried(send), Reserved(SessionKey("2:decode-1"), reserve(), 30.0), 1.0)
+    assert [type(word) for word in words(effects)] == [Failed]
 
 
 @pytest.mark.parametrize("event", [Wrote(None, 0, 4), Unwritten(0), PrefillDone(1.0), Sealed(1.0), Tick(1.0), GOOD])

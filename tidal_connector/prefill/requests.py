@@ -21,7 +21,7 @@ from tidal_connector.control.messages import (
     Parked,
     Progress,
 )
-from tidal_connector.control.party import NEVER
+from tidal_connector.control.party import NEVER, SessionKey
 from tidal_connector.ids import Generation
 from tidal_connector.prefill.ranges import Ranges, clip, count, minus, remove, unite
 from tidal_connector.prefill.sends import (
@@ -119,23 +119,24 @@ def _reserved(send: Send, event: Reserved, now: float) -> Step:
         return send, [Tell(event.session, Parked(send.transfer, reserve.generation))]
     if send.phase is Phase.OPEN:
         return _start(msgspec.structs.replace(send, session=event.session, reserve=reserve), now)
-    return send, [Tell(event.session, _word_again(send, reserve.generation))]
+    return send, [Tell(event.session, _word_again(send, event.session, reserve.generation))]
 
 
-def _word_again(send: Send, generation: Generation) -> Notice:
+def _word_again(send: Send, session: SessionKey, generation: Generation) -> Notice:
     if send.phase is Phase.PARKED:
         return Parked(send.transfer, generation)
     if send.phase is Phase.GONE:
-        return repeat(send, generation)
+        return repeat(send, session, generation)
     return Accepted(send.transfer, generation, _wanted_bytes(send))
 
 
-def repeat(send: Send, generation: Generation) -> Notice:
+def repeat(send: Send, session: SessionKey, generation: Generation) -> Notice:
     """Answer a question about a transfer that is over.
 
-    What was said to that reservation is said again. Nothing was ever submitted for any other one.
+    What was said to that reservation is said again. Nothing was ever submitted for any other one, above all not for one
+    of another decode worker: each counts its generations from 1.
     """
-    if send.last_word is not None and send.last_word.generation == generation:
+    if send.last_word is not None and (send.session, send.last_word.generation) == (session, generation):
         return send.last_word
     reason = send.reason or "it was handed over"
     return Failed(send.transfer, generation, f"transfer {send.transfer!r} is over: {reason}", True)
@@ -241,15 +242,16 @@ def _part_ended(send: Send, event: PartEnded, now: float) -> Step:
 def _abort_asked(send: Send, event: AbortAsked, now: float) -> Step:
     abort = event.abort
     if send.phase is Phase.GONE:
-        return send, [Tell(event.session, repeat(send, abort.generation))]
+        return send, [Tell(event.session, repeat(send, event.session, abort.generation))]
     if send.reserve is None:
         send = msgspec.structs.replace(
             send,
             phase=Phase.GONE,
+            session=event.session,
             reason=f"decode gave it up: {abort.reason}",
             last_word=Aborted(send.transfer, abort.generation, abort.reason, True),
         )
-        return send, [Tell(event.session, repeat(send, abort.generation))]
+        return send, [Tell(event.session, repeat(send, event.session, abort.generation))]
     if (send.session, send.reserve.generation) != (event.session, abort.generation):
         return send, []
     return _end(msgspec.structs.replace(send, asked=True), f"decode gave it up: {abort.reason}", now, tell=False)

@@ -116,6 +116,10 @@ class Sender(Party[SendOutcome]):
         """vLLM ended the request in any other way; its outcome comes when nothing reads its pages any more."""
         self._post(lambda now: self._abort(request, reason, now), self._blame(request))
 
+    def give_up(self, request: RequestId, reason: str) -> None:
+        """Its KV cannot be handed over any more, though vLLM has not ended it: the outcome waits for that."""
+        self._post(lambda now: self._of(request, sends.Withdrawn(reason), now), self._blame(request))
+
     def reject(self, transfer: TransferId, reason: str) -> None:
         """No request of this transfer will ever be scheduled here: tell D, now or when it asks. No outcome."""
         self._post(lambda now: self._reject(transfer, reason, now), lambda why, now: self.broke(transfer, why, now))
@@ -183,7 +187,7 @@ class Sender(Party[SendOutcome]):
                     continue
             over = self._ledger.over(transfer)
             if over is not None:
-                self.link.tell(key, machine.repeat(over, generation))
+                self.link.tell(key, machine.repeat(over, key, generation))
             else:
                 self.counters.add("notices_stale")
                 self._tell(key, Abort(transfer, generation, "no such reservation here"))
@@ -227,6 +231,8 @@ class Sender(Party[SendOutcome]):
     # --- control thread: intents
 
     def _open(self, request: RequestId, transfer: TransferId, hold_s: float, now: float) -> None:
+        if request in self._doubles:
+            return  # the transfer stays the other's, even when that one is over
         record = self._ledger.record(transfer)
         if record.request not in (None, request):
             logger.error("request %s: transfer %s belongs to request %s already", request, transfer, record.request)

@@ -47,7 +47,7 @@ class Send(msgspec.Struct, frozen=True):
         row_bytes: bytes of a token in each layer, all its regions together; layers are positions in this tuple.
         phase: state.
         known: the request was scheduled here.
-        session: D's session, once it reserved.
+        session: D's session, once it reserved or declined.
         reserve: D's reservation.
         ready: per layer, the tokens whose rows are written.
         submitted: per layer, the tokens whose rows were handed on and stay valid.
@@ -207,6 +207,7 @@ def buried(send: Send) -> Send:
         send.row_bytes,
         phase=Phase.GONE,
         known=send.known,
+        session=send.session,
         drained=send.drained,
         reason=send.reason,
         last_word=send.last_word,

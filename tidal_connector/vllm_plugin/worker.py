@@ -192,7 +192,7 @@ class TidalWorker:
                 self._facts.config.control.stall_s,
             )
             for request in metadata.preempted:
-                sender.abort(RequestId(request), "its pages were taken by a preemption")
+                sender.give_up(RequestId(request), "its pages were taken by a preemption")
 
     def bind(self, metadata: TidalMetadata) -> None:
         """Take the step's intents. Called first in each step on both host versions (design D7)."""
