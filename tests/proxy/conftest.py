@@ -101,7 +101,7 @@ class FakeEngine:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 path = head[0].split()[1]

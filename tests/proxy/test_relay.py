@@ -341,12 +341,27 @@ def test_several_sequences_are_refused_in_one_line(run_bed: Any, body: dict[str,
     run_bed(scenario)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe", pytest.param(b"[" * 50_000 + b"]" * 50_000, id="deep")]
+)
 def test_bodies_that_are_no_json_object_are_refused(run_bed: Any, raw: bytes) -> None:
     async def scenario(bed: Any) -> None:
         answer = await bed.client.post("/v1/completions", content=raw)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    run_bed(scenario)
+
+
+def test_a_header_beyond_ascii_reaches_both_engines_as_it_came(run_bed: Any) -> None:
+    key = "Bearer clé".encode("latin-1")
+
+    async def scenario(bed: Any) -> None:
+        body = b'{"prompt": "hi"}'
+        answer = await bed.client.post("/v1/completions", content=body, headers={b"authorization": key})
+        assert answer.status_code == 200
+        for engine in (bed.prefill[0], bed.decode[0]):
+            assert engine.requests[0].headers["authorization"].encode("latin-1") == key.lower()
 
     run_bed(scenario)
 

@@ -99,11 +99,13 @@ async def run_leg(
     """
     try:
         async with asyncio.timeout(bound_s):
+            fixed = {"content-type": "application/json", "accept-encoding": "identity"}
             request = client.build_request(
                 "POST",
                 url,
                 content=msgspec.json.encode(body),
-                headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},
+                # As the bytes that the client sent: httpx would refuse any text beyond ASCII.
+                headers={name.encode(): value.encode("latin-1") for name, value in {**headers, **fixed}.items()},
             )
             return await _opened(await client.send(request, stream=True))
     except TimeoutError:

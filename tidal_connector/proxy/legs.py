@@ -78,6 +78,8 @@ def parse_request(path: str, raw: bytes, headers: Mapping[str, str]) -> ClientRe
         raise ParamsError(f"request body: {error}; expected a JSON object") from None
     except UnicodeDecodeError as error:
         raise ParamsError(f"request body is not UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise ParamsError("request body: its lists and objects are nested too deeply; expected a JSON object") from None
     if not isinstance(body, dict):
         raise ParamsError(f"request body: a JSON {type(body).__name__}; expected an object")
     _refuse_many(body)
@@ -88,7 +90,7 @@ def parse_request(path: str, raw: bytes, headers: Mapping[str, str]) -> ClientRe
     return ClientRequest(
         path=path,
         body=clean,
-        headers={name: headers[name] for name in ("authorization", "traceparent", "tracestate") if name in headers},
+        headers={name: headers[name] for name in _KEPT_HEADERS if name in headers},
         request_id=safe_request_id(named if isinstance(named, str) else ""),
         prompt_tokens=_prompt_tokens(clean),
         answer_tokens=_answer_tokens(clean),
