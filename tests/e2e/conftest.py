@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from tidal_connector.cluster.hugepages import extra_hugepages
-from tidal_connector.cluster.stack import Stack, StackSettings
+from tidal_connector.cluster.launch import ServerProcess, wait_ready
+from tidal_connector.cluster.stack import Stack, StackSettings, plain_engine
 from tidal_connector.modelmaker.api import make_model
 
 Deploy = Callable[..., contextlib.AbstractContextManager[Stack]]
@@ -28,6 +29,9 @@ QUICK_TIMERS = {
         "quarantine_s": 3.0,
     }
 }
+
+
+START_S = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -47,14 +51,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def deploy(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Deploy:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[StackSettings], ServerProcess]]:
+    """Return a function that gives the plain engine of a checkpoint: one process for all deployments that are compared
+    with it, whatever their geometry, because no geometry may change an answer.
+    """
+    running: dict[tuple[Path, str], ServerProcess] = {}
+    with contextlib.ExitStack() as stack:
+
+        def get(settings: StackSettings) -> ServerProcess:
+            key = (settings.model, settings.dtype)
+            if key not in running:
+                common = StackSettings(
+                    model=settings.model, logs=tmp_path_factory.mktemp("plain"), dtype=settings.dtype
+                )
+                running[key] = stack.enter_context(plain_engine(common))
+            return running[key]
+
+        yield get
+
+
+@pytest.fixture(scope="session")
+def deploy(
+    models: Callable[..., Path],
+    plain: Callable[[StackSettings], ServerProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Deploy:
     """Return a function that makes a deployment, as a context manager.
 
     Keyword arguments are those of ``StackSettings``, and ``model``: the arguments of ``make_model``.
     """
 
     @contextlib.contextmanager
-    def running(model: dict[str, Any] | None = None, **settings: Any) -> Iterator[Stack]:
+    def running(model: dict[str, Any] | None = None, *, reference: bool = True, **settings: Any) -> Iterator[Stack]:
         shape = model or {}
         base = StackSettings(
             model=models(**shape),
@@ -62,9 +90,14 @@ def deploy(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
             dtype=shape.get("dtype", "float32"),
             prefill_tidal=QUICK_TIMERS,
             decode_tidal={**QUICK_TIMERS, "allow_sabotage": True},
+            reference=False,
         )
         chosen = msgspec.structs.replace(base, **settings)
+        compared = plain(chosen) if reference else None  # starts beside the others
         with extra_hugepages(chosen.pool_bytes), Stack(chosen) as stack:
+            if compared is not None:
+                wait_ready([compared], START_S)
+                stack.reference = compared
             yield stack
 
     return running

@@ -98,15 +98,14 @@ class Stack:
         self.settings = settings
         self._progress = progress
         self._exit = contextlib.ExitStack()
-        http = free_ports(6)
-        self.prefill_control = f"127.0.0.1:{http[4]}"
-        self.decode_control = f"127.0.0.1:{http[5]}"
-        self.reference = self._engine("reference", http[0], None) if settings.reference else None
-        self.prefill = self._engine("prefill", http[1], self._transfer(Role.PREFILL, http[4]), settings.prefill_args)
-        self.decode = self._engine(
-            "decode", http[2], self._transfer(Role.DECODE, http[5]), settings.decode_args, settings.decode_model
-        )
-        self.proxy = self._proxy(http[3])
+        prefill, decode, proxy, *controls = free_ports(5)
+        self.prefill_control, self.decode_control = (f"127.0.0.1:{port}" for port in controls)
+        self.reference = plain_engine(settings) if settings.reference else None
+        to_prefill = self._transfer(Role.PREFILL, self.prefill_control)
+        self.prefill = _engine(settings, "prefill", prefill, to_prefill, settings.prefill_args)
+        to_decode = self._transfer(Role.DECODE, self.decode_control)
+        self.decode = _engine(settings, "decode", decode, to_decode, settings.decode_args, settings.decode_model)
+        self.proxy = self._proxy(proxy)
 
     def __enter__(self) -> Self:
         servers = [self.prefill, self.decode, self.proxy]
@@ -125,8 +124,8 @@ class Stack:
     ) -> None:
         self._exit.close()
 
-    def _transfer(self, role: Role, control_port: int) -> str:
-        tidal: dict[str, Any] = {"control": {"bind": f"127.0.0.1:{control_port}"}}
+    def _transfer(self, role: Role, control: str) -> str:
+        tidal: dict[str, Any] = {"control": {"bind": control}}
         if role is Role.DECODE:
             tidal["pool"] = {"bytes": self.settings.pool_bytes}
         extra = self.settings.prefill_tidal if role is Role.PREFILL else self.settings.decode_tidal
@@ -137,27 +136,6 @@ class Stack:
         )
         return kv_transfer_config(config, role)
 
-    def _engine(
-        self, name: str, port: int, transfer: str | None, args: tuple[str, ...] = (), model: Path | None = None
-    ) -> ServerProcess:
-        settings = self.settings
-        command = engine_command(
-            [
-                *("--model", str(model or settings.model), "--served-model-name", MODEL_NAME),
-                *("--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype, "--enforce-eager"),
-                *("--block-size", str(settings.block_size), "--max-model-len", str(settings.max_model_len)),
-                *("--max-num-seqs", str(settings.max_num_seqs)),
-                *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
-                *("--kv-cache-memory-bytes", str(settings.kv_bytes)),
-                "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
-                *settings.vllm_args,
-                *args,
-            ],
-            transfer,
-        )
-        environment = {**engine_environment(), **_QUIET, **settings.environment}
-        return self._server(name, command, environment, port)
-
     def _proxy(self, port: int) -> ServerProcess:
         command = [
             *(sys.executable, "-m", "tidal_connector.cli", "proxy", "--listen", f"127.0.0.1:{port}"),
@@ -165,13 +143,44 @@ class Stack:
             *("--decode", f"{DECODE_ENGINE}={self.decode.url},{self.decode_control}"),
         ]
         # Its own health also says whether the engines fit; a stack of engines that do not must come up, too.
-        return self._server("proxy", command, child_environment(), port, "/metrics")
+        return _server(self.settings.logs, "proxy", command, child_environment(), port, "/metrics")
 
-    def _server(
-        self, name: str, command: list[str], environment: dict[str, str], port: int, probe: str = "/health"
-    ) -> ServerProcess:
-        log = self.settings.logs / f"{name}.log"
-        return ServerProcess(name, command, environment, f"http://127.0.0.1:{port}", log, probe)
+
+def plain_engine(settings: StackSettings) -> ServerProcess:
+    """Return an engine without a connector, not started yet: the reference of one deployment or of several."""
+    return _engine(settings, "reference", free_ports(1)[0], None)
+
+
+def _engine(
+    settings: StackSettings,
+    name: str,
+    port: int,
+    transfer: str | None,
+    args: tuple[str, ...] = (),
+    model: Path | None = None,
+) -> ServerProcess:
+    command = engine_command(
+        [
+            *("--model", str(model or settings.model), "--served-model-name", MODEL_NAME),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", settings.dtype, "--enforce-eager"),
+            *("--block-size", str(settings.block_size), "--max-model-len", str(settings.max_model_len)),
+            *("--max-num-seqs", str(settings.max_num_seqs)),
+            *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
+            *("--kv-cache-memory-bytes", str(settings.kv_bytes)),
+            "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
+            *settings.vllm_args,
+            *args,
+        ],
+        transfer,
+    )
+    environment = {**engine_environment(), **_QUIET, **settings.environment}
+    return _server(settings.logs, name, command, environment, port)
+
+
+def _server(
+    logs: Path, name: str, command: list[str], environment: dict[str, str], port: int, probe: str = "/health"
+) -> ServerProcess:
+    return ServerProcess(name, command, environment, f"http://127.0.0.1:{port}", logs / f"{name}.log", probe)
 
 
 def read_metrics(server: ServerProcess, prefix: str = "tidal:") -> dict[str, float]:
