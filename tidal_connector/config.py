@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import enum
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 Settings = typing.TypeVar("Settings", bound=msgspec.Struct)
 
+_PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -90,7 +92,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The control channel and the timers of protocol.md (seconds).
+    """The control channel and the timers of the protocol (seconds; ``control/README.md`` says what each bounds).
 
     Attributes:
         bind: ``host:port`` to listen on; port 0 lets the kernel choose.
@@ -169,7 +171,7 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def quarantine_s(self) -> float:
-        """Seconds of quarantine, by the transport where it is not set (protocol.md, section 6)."""
+        """Seconds of quarantine, by the transport where it is not set."""
         if self.control.quarantine_s is not None:
             return self.control.quarantine_s
         return 120.0 if self.transfer.protocol is Protocol.TCP else 10.0
@@ -195,15 +197,36 @@ def parse_bytes(field: str, value: int | str) -> int:
     return int(number * _UNITS[unit])
 
 
-def load_config(extra: Mapping[str, Any]) -> TidalConfig:
-    """Translate ``kv_connector_extra_config``.
+def parse_address(field: str, text: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[ipv6]:port``.
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or
-            range.
+        ConfigError: it is neither.
     """
-    config = convert_strict(TidalConfig, extra, "kv_connector_extra_config")
-    _ = config.pool.size
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    plain = host[1:-1] if bracketed else host
+    odd = not plain or any(char.isspace() or char in "/;,*[]@" for char in plain) or (":" in plain) != bracketed
+    if not colon or odd or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f'{field} = {text!r}: expected "host:port", or "[address]:port" for IPv6')
+    return plain, int(port)
+
+
+def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> TidalConfig:
+    """Translate ``kv_connector_extra_config``.
+
+    Args:
+        extra: the table as it was read.
+        where: what it is called in messages.
+
+    Raises:
+        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type, range or form.
+    """
+    config = convert_strict(TidalConfig, extra, where)
+    parse_bytes(f"{where}: pool.bytes", config.pool.bytes)
+    parse_address(f"{where}: control.bind", config.control.bind)
+    for engine, address in config.peers.items():
+        parse_address(f"{where}: peers.{engine}", address)
     return config
 
 
@@ -223,7 +246,37 @@ def convert_strict(kind: type[Settings], given: Mapping[str, Any], where: str) -
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {_explained(kind, given, str(error))}") from None
+
+
+def _explained(kind: type[msgspec.Struct], given: Any, message: str) -> str:
+    """Return a message of msgspec with the field in front, its value, and the values that a choice may have."""
+    found = _PLACE.fullmatch(message)
+    if found is None:
+        return message
+    path, annotation = found["path"], kind
+    value: Any = given
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, list) and part.isdigit():
+            value = value[int(part)]
+            continue
+        struct = _struct_of(annotation)
+        if struct is None or part not in value:
+            return f"{path}: {found['what']}"
+        value, annotation = value[part], typing.get_type_hints(struct)[part]
+    choices = _choices_of(annotation)
+    what = f"expected {' or '.join(map(repr, choices))}" if choices else found["what"].replace("Expected", "expected")
+    return f"{path} = {value!r}: {what}"
+
+
+def _choices_of(annotation: Any) -> list[str]:
+    if isinstance(annotation, type) and issubclass(annotation, enum.StrEnum):
+        return [str(item) for item in annotation]
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType):
+        return [choice for part in typing.get_args(annotation) for choice in _choices_of(part)]
+    return []
 
 
 def _struct_of(annotation: Any) -> type[msgspec.Struct] | None:
@@ -246,8 +299,7 @@ def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where:
                 _refuse_unknown(inner, item, where, f"{path}{key}.")
 
 
-# --- environment
-# -----------------------------------------------------------------------------------------------------
+# --- environment ---
 
 
 def native_library_path() -> str | None:
@@ -256,8 +308,16 @@ def native_library_path() -> str | None:
 
 
 def log_level() -> str | None:
-    """Return ``TIDAL_LOG``: a level that overrides ``log.level``."""
-    return os.environ.get("TIDAL_LOG")
+    """Return ``TIDAL_LOG``: a level that overrides ``log.level``.
+
+    Raises:
+        ConfigError: it is no level.
+    """
+    level = os.environ.get("TIDAL_LOG")
+    levels = typing.get_args(typing.get_type_hints(LogConfig)["level"])
+    if level and level.upper() not in levels:
+        raise ConfigError(f"TIDAL_LOG = {level!r}: expected {' or '.join(map(repr, levels))}")
+    return level or None
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -266,7 +326,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float) -> None:
-    """Set the variables that Mooncake reads once at its import (see the facts on its settings).
+    """Set the variables that Mooncake reads once at its import.
 
     Variables that the operator has set are left alone. Must run before ``mooncake`` is imported.
 

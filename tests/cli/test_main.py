@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ HEAVY = ("torch", "vllm", "fastapi", "httpx", "mooncake", "zmq", "numpy")
 
 
 def test_version_is_printed() -> None:
-    found = CliRunner().invoke(app, ["version"])
-    assert (found.exit_code, found.stdout) == (0, f"{__version__}\n")
+    for arguments in (["version"], ["--version"]):
+        found = CliRunner().invoke(app, arguments)
+        assert (found.exit_code, found.stdout) == (0, f"{__version__}\n")
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:
@@ -45,6 +47,11 @@ def test_serve_prints_the_plain_command_line() -> None:
         (["proxy"], "no prefill engine"),
         (["proxy", "--prefill", "x"], "expected ID=URL"),
         (["serve", "decode", "--config", "absent.toml"], "absent.toml"),
+        (["demo", "--json", "absent/out.json"], "a folder that exists"),
+        (["demo", "--model", "absent"], "absent/config.json"),
+        (["bench", "transfer", "--json", "."], "--json ."),
+        (["bench", "prefill-overhead", "--json", "absent/out.json"], "a folder that exists"),
+        (["make-model", "/proc/absent", "--no-measure"], "/proc/absent cannot be made"),
         (
             [
                 "serve",
@@ -65,6 +72,22 @@ def test_errors_are_one_clear_line_and_status_2(arguments: list[str], words: str
     assert found.stderr.startswith("tidal: ")
     assert words in found.stderr
     assert "Traceback" not in found.output
+
+
+def test_a_port_in_use_is_one_clear_line_and_status_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        arguments = ["proxy", "--prefill", "p=http://h:1", "--decode", "d=http://h:2", "--listen", listen]
+        found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2
+    assert found.stderr.startswith(f"tidal: listen = '{listen}': Address already in use")
+
+
+def test_a_log_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDAL_LOG", "loud")
+    found = CliRunner().invoke(app, ["proxy", "--prefill", "p=http://h:1", "--decode", "d=http://h:2"])
+    assert found.exit_code == 2
+    assert "TIDAL_LOG = 'loud': expected 'DEBUG' or 'INFO'" in found.stderr
 
 
 def test_options_add_engines_to_those_of_the_file() -> None:

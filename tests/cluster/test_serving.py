@@ -50,9 +50,12 @@ def test_the_files_of_the_project_become_a_transfer_configuration(role: Role, kv
     [
         ('engin = "a"', "did you mean 'engine'?"),
         ('engine = ""', "engine is empty"),
-        ('engine = "a"\nload_failure_policy = "retry"', "load_failure_policy"),
+        (
+            'engine = "a"\nload_failure_policy = "retry"',
+            "= 'retry': expected 'recompute' or 'fail'",
+        ),
         ('engine = "a"\n[tidal]\nofload = "on"', "did you mean 'offload'?"),
-        ('engine = "a"\n[tidal.pool]\nbytes = "much"', "pool.bytes = 'much'"),
+        ('engine = "a"\n[tidal.pool]\nbytes = "much"', "engine.toml: [tidal]: pool.bytes = 'much'"),
         ("engine", "engine.toml"),
     ],
 )

@@ -2,13 +2,11 @@
 """``tidal``: the commands, their options and exit statuses; the work is elsewhere.
 
 Exit status 0: done; 1: done, and the answer is no (a check failed); 2: wrong use or an error that has a clear
-text.
+text; 130: interrupted.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,14 +14,12 @@ import typer
 
 from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
+from tidal_connector.cli.ends import check_json_file, clear_ends
 from tidal_connector.cli.make_model import make_model
-from tidal_connector.errors import TidalError
 
 app = typer.Typer(
     name="tidal",
-    help="Prefill pushes KV into decode's host pool: engines, proxy, demo and benchmarks.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -33,14 +29,19 @@ app.add_typer(bench, name="bench")
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-@contextlib.contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn an error that was raised on purpose into one message and exit status 2."""
-    try:
-        yield
-    except TidalError as error:
-        typer.echo(f"tidal: {error}", err=True)
-        raise typer.Exit(2) from None
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def tidal(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Prefill pushes KV into decode's host pool: engines, proxy, demo and benchmarks."""
 
 
 @app.command()
@@ -63,7 +64,7 @@ def proxy(
     """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""
     from tidal_connector.cli.proxy import run_proxy
 
-    with clear_errors():
+    with clear_ends():
         run_proxy(config, prefill or [], decode or [], listen)
 
 
@@ -77,7 +78,7 @@ def serve(
     """A vLLM engine with the connector: tidal serve ROLE --config FILE -- VLLM_ARGUMENTS."""
     from tidal_connector.cli.serve import run_serve
 
-    with clear_errors():
+    with clear_ends():
         run_serve(role, config, context.args, print_only)
 
 
@@ -86,8 +87,10 @@ def demo(
     arch: Annotated[Literal["v32", "glm"], typer.Option(help="DeepSeek-V3.2, or GLM-like with index sharing.")] = "v32",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "float32",
     model: Annotated[Path | None, typer.Option(help="Take this checkpoint instead of making one.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step; longer prompts come in chunks.")] = 2048,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.", min=1)] = 16,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens per step; longer prompts come in chunks.", min=1)
+    ] = 2048,
     prefix_caching: Annotated[bool, typer.Option("--prefix-caching", help="Keep the KV of earlier prompts.")] = False,
     pool: Annotated[str, typer.Option(help="Size of the decode engine's host pool.")] = "256MiB",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
@@ -111,10 +114,7 @@ def demo(
         keep_logs=keep_logs,
         quick=quick,
     )
-    try:
-        with clear_errors():
-            result = run_demo(options, Console())
-    except KeyboardInterrupt:
-        typer.echo("tidal: interrupted; everything that was started is ended", err=True)
-        raise typer.Exit(130) from None
+    with clear_ends():
+        check_json_file(json_file)
+        result = run_demo(options, Console())
     raise typer.Exit(1 if result.shortcomings() else 0)

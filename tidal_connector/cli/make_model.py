@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from tidal_connector.errors import TidalError
+from tidal_connector.cli.ends import clear_ends
 from tidal_connector.modelmaker.report import ModelReport
 
 
@@ -45,14 +45,8 @@ def make_model(
     from tidal_connector.modelmaker import api
 
     notes = Console(stderr=True)
-    try:
-        with notes.status("writing and measuring" if measure else "writing"):
-            report = api.make_model(
-                directory, arch=arch, layers=layers, topk=topk, seed=seed, dtype=dtype, measure=measure
-            )
-    except TidalError as error:
-        typer.echo(f"tidal: {error}", err=True)
-        raise typer.Exit(2) from None
+    with clear_ends(), notes.status("writing and measuring" if measure else "writing"):
+        report = api.make_model(directory, arch=arch, layers=layers, topk=topk, seed=seed, dtype=dtype, measure=measure)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(report), indent=2))
     else:

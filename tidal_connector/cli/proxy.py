@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
+from tidal_connector.config import log_level
+from tidal_connector.errors import ConfigError
 from tidal_connector.log import configure, get_logger
 from tidal_connector.proxy.app import build_app
 from tidal_connector.proxy.settings import (
@@ -43,18 +47,28 @@ def run_proxy(file: Path | None, prefill: Sequence[str], decode: Sequence[str], 
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: the settings cannot be used.
+        ConfigError: the settings cannot be used, or the address cannot be listened on.
     """
     config = proxy_config(file, prefill, decode, listen)
-    configure()
-    host, port = config.address()
+    configure(log_level() or "INFO")
+    listener = listen_on(config)
     engines = ", ".join([*(item.engine for item in config.prefill), *(item.engine for item in config.decode)])
     get_logger(__name__).info("proxy on %s for %s", config.listen, engines)
-    uvicorn.run(
-        build_app(config),
-        host=host,
-        port=port,
-        log_level="warning",
-        ws="none",
-        timeout_graceful_shutdown=_GRACEFUL_S,
-    )
+    settings = uvicorn.Config(build_app(config), log_level="warning", ws="none", timeout_graceful_shutdown=_GRACEFUL_S)
+    with listener, contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(settings).run(sockets=[listener])
+
+
+def listen_on(config: ProxyConfig) -> socket.socket:
+    """Open the listening socket.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    host, port = config.address()
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"listen = {config.listen!r}: {error.strerror}; choose a free port on an address of this machine"
+        ) from None

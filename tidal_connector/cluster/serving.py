@@ -62,7 +62,7 @@ def read_serve_config(path: Path) -> ServeConfig:
     config = convert_strict(ServeConfig, given, f"engine configuration {path}")
     if not config.engine:
         raise ConfigError(f"engine configuration {path}: engine is empty; give the engine a name")
-    load_config(config.tidal)
+    load_config(config.tidal, f"engine configuration {path}: [tidal]")
     return config
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
+from tidal_connector.config import parse_address
 from tidal_connector.control.messages import FRAME_LIMIT
 from tidal_connector.errors import ConfigError
 
@@ -37,21 +38,6 @@ class Route(msgspec.Struct, frozen=True, order=True):
     address: str = ""
     line: str = ""
     caller: bytes = b""
-
-
-def parse_address(field: str, text: str) -> tuple[str, int]:
-    """Split ``host:port`` or ``[ipv6]:port``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    plain = host[1:-1] if bracketed else host
-    odd = not plain or any(char.isspace() or char in "/;,*[]@" for char in plain) or (":" in plain) != bracketed
-    if not colon or odd or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f'{field} = {text!r}: expected "host:port", or "[address]:port" for IPv6')
-    return plain, int(port)
 
 
 def join_address(host: str, port: int) -> str:

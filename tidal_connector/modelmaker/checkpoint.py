@@ -29,7 +29,7 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int, recipe: Reci
     An existing directory is taken over only if it is empty or holds nothing but an earlier checkpoint of this tool.
 
     Raises:
-        ConfigError: the directory holds something else, or is a file.
+        ConfigError: the directory holds something else, is a file, or cannot be made.
     """
     from safetensors.torch import save_file
 
@@ -41,7 +41,10 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int, recipe: Reci
             raise ConfigError(
                 f"{directory} holds {foreign[0]!r}, which this tool did not write; give an empty or new directory"
             )
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error.strerror}; give another path") from None
     (directory / REPORT_FILE).unlink(missing_ok=True)
 
     config = hf_config(shape, bos=BOS, eos=EOS, pad=PAD)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tidal_connector.config import Positive, convert_strict
+from tidal_connector.config import Positive, convert_strict, parse_address
 from tidal_connector.errors import ConfigError
 
 UVICORN_KEEPALIVE_S = 5.0
@@ -106,7 +106,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: it is not ``host:port``.
         """
-        return host_and_port("listen", self.listen)
+        return parse_address("listen", self.listen)
 
 
 def read_config(path: Path) -> ProxyConfig:
@@ -164,20 +164,8 @@ def check_config(config: ProxyConfig) -> ProxyConfig:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port")
             if item.control:
-                host_and_port(f"{kind} {item.engine!r}: control", item.control)
+                parse_address(f"{kind} {item.engine!r}: control", item.control)
     return config
-
-
-def host_and_port(field: str, text: str) -> tuple[str, int]:
-    """Split ``host:port``; an IPv6 host stands in brackets.
-
-    Raises:
-        ConfigError: the text has another form, or the port is none.
-    """
-    host, separator, port = text.rpartition(":")
-    if not (separator and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ConfigError(f"{field} = {text!r}: expected host:port")
-    return host.strip("[]"), int(port)
 
 
 def _refuse_repeated(kind: str, names: Sequence[str]) -> None:

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
 import typer
 
-from tidal_connector.errors import TidalError
+from tidal_connector.cli.ends import check_json_file, clear_ends, write_json
 
 bench = typer.Typer(help="Benchmarks; alone, it runs all of them.")
 
@@ -33,8 +30,10 @@ def prefill_overhead(
     arch: Annotated[Literal["v32", "glm"], typer.Option(help="Architecture of the checkpoint.")] = "v32",
     layers: Annotated[int | None, typer.Option(help="Layers; 6 (glm: 8) where not said.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "float32",
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step; longer prompts come in chunks.")] = 2048,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.", min=1)] = 16,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens per step; longer prompts come in chunks.", min=1)
+    ] = 2048,
     json_file: JsonFile = None,
     keep_logs: Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")] = None,
 ) -> None:
@@ -56,9 +55,10 @@ def prefill_overhead(
         max_num_batched_tokens=max_num_batched_tokens,
         keep_logs=keep_logs,
     )
-    with _clear_ends():
+    with clear_ends():
+        check_json_file(json_file)
         found = run_overhead(options, Console())
-    _write(found, json_file)
+        write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
@@ -75,24 +75,7 @@ def transfer(
 
     from tidal_connector.cli.bench.transfer import TransferOptions, run_transfer
 
-    with _clear_ends():
+    with clear_ends():
+        check_json_file(json_file)
         found = run_transfer(TransferOptions(layers=layers, tokens=tokens, runs=runs), Console())
-    _write(found, json_file)
-
-
-@contextlib.contextmanager
-def _clear_ends() -> Iterator[None]:
-    """Turn an error that was raised on purpose into one message and exit status 2, an interruption into 130."""
-    try:
-        yield
-    except TidalError as error:
-        typer.echo(f"tidal: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("tidal: interrupted; everything that was started is ended", err=True)
-        raise typer.Exit(130) from None
-
-
-def _write(found: Any, json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        write_json(found, json_file)

@@ -21,8 +21,10 @@ from tidal_connector.cli.demo.compare import Generated, compare
 from tidal_connector.cli.demo.expect import RowBytes, row_bytes
 from tidal_connector.cli.demo.prompts import LENGTHS, QUICK_LENGTHS, SABOTAGE_LENGTH, make_prompts
 from tidal_connector.cli.demo.report import LOGPROB_BOUND, Result, Row, show
+from tidal_connector.cli.ends import write_json
 from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cluster.hugepages import extra_hugepages
+from tidal_connector.cluster.launch import StartFailed
 from tidal_connector.cluster.stack import Stack, StackSettings, read_metrics
 from tidal_connector.config import parse_bytes
 
@@ -67,6 +69,7 @@ def run_demo(options: DemoOptions, console: Console) -> Result:
         scratch = folder / "scratch"  # sockets and the like, so that they go with the folder
         scratch.mkdir()
         model = options.model or _make_model(options, folder / "model", console)
+        rows = row_bytes(model, options.dtype)
         console.print(stack.enter_context(extra_hugepages(pool_bytes)))
         settings = StackSettings(
             model=model,
@@ -81,12 +84,11 @@ def run_demo(options: DemoOptions, console: Console) -> Result:
         )
         servers = _start(settings, stack, console)
         start_seconds = time.monotonic() - started
-        run = _Run(options, servers, row_bytes(model, options.dtype), console)
+        run = _Run(options, servers, rows, console)
         result = run.result(started, start_seconds)
         stack.enter_context(console.status("ending the processes"))
     show(result, console)
-    if options.json_file is not None:
-        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    write_json(result, options.json_file)
     return result
 
 
@@ -209,7 +211,10 @@ def _make_model(options: DemoOptions, folder: Path, console: Console) -> Path:
 def _start(settings: StackSettings, stack: contextlib.ExitStack, console: Console) -> Stack:
     started = time.monotonic()
     with console.status("starting") as status:
-        servers = stack.enter_context(Stack(settings, _progress(status.update)))
+        try:
+            servers = stack.enter_context(Stack(settings, _progress(status.update)))
+        except StartFailed as error:
+            raise StartFailed(f"{error}\nThe whole log is kept with --keep-logs DIR.") from None
     console.print(f"reference, prefill, decode and proxy serve after {time.monotonic() - started:.0f} s")
     return servers
 
