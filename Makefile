@@ -13,7 +13,7 @@ TIMED = start=$$SECONDS; trap 'echo "make $@: $$((SECONDS - start)) s"' EXIT;
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r name what; do printf '  make %-8s %s\n' "$$name" "$$what"; done
-	@echo "  ARGS='...' is handed on, for example: make test ARGS='-k layout', make demo ARGS='--arch glm'"
+	@echo "  ARGS='...' is handed on, for example: make test ARGS='-k layout', make demo ARGS='--arch glm', make bench ARGS='transfer'"
 
 setup: ## make .venv ready: system packages, locked Python packages, native build (a second call does nothing)
 	@.ci/setup.sh
@@ -37,7 +37,7 @@ lint: setup ## formatting, style, types and spelling
 format: setup ## rewrite Python and C++ in the project's format
 	@$(TIMED) $(BIN)/ruff check --fix-only --quiet .; $(BIN)/ruff format .; git ls-files -z '*.cpp' '*.h' | xargs -0 -r $(BIN)/clang-format -i
 
-bench: setup ## measure operators, transfer and what pushing costs the prefill
+bench: setup ## measure transfer, and what pushing costs the prefill
 	@$(TIMED) $(BIN)/tidal bench $(ARGS)
 
 clean: ## remove .venv and everything that was built

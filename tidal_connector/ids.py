@@ -2,7 +2,7 @@
 """The names that travel through the package, as distinct types.
 
 Host and device page ids are different types although both are integers: with vLLM's block ids used for both
-(design D1) they are often equal, and that is exactly when mixing them up goes unnoticed.
+they are often equal, and that is exactly when mixing them up goes unnoticed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ HostPageId = NewType("HostPageId", int)
 DevicePageId = NewType("DevicePageId", int)
 """A page of a device cache: the index keys (or, on prefill, also the latents) of one block in one layer."""
 
-DeviceSlot = NewType("DeviceSlot", int)
-"""A row of the selection cache."""
-
-LayerIndex = NewType("LayerIndex", int)
-"""Position of a decoder layer in the model, counted from 0."""
 
 
 def new_incarnation() -> Incarnation:

@@ -208,7 +208,7 @@ class BlockBudget(msgspec.Struct, frozen=True):
 
 
 def blocks_within(pool_bytes: int, latent_block_bytes: int, device_bytes: int, index_block_bytes: int) -> BlockBudget:
-    """Divide host pool and device budget into blocks (design D2).
+    """Divide host pool and device budget into blocks: their number is the smaller of what either holds.
 
     Args:
         pool_bytes: bytes of the host pool.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's loggers, all below ``tidal``, and the one place that formats them.
 
-Within vLLM the records travel to vLLM's own handler (the ``tidal`` logger propagates to the root only if
-vLLM's logger has no handler), so that engine logs stay in one stream.
+Records go to standard error, as vLLM's own do, so that an engine's log stays one stream; ``log.file`` parts them.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ _DATE = "%m-%d %H:%M:%S"
 
 
 def get_logger(module: str) -> logging.Logger:
-    """Return the logger of a module: ``tidal_connector.decode.arrivals`` becomes
-    ``tidal.decode.arrivals``.
-    """
+    """Return the logger of a module: ``tidal_connector.decode.receiver`` becomes ``tidal.decode.receiver``."""
     return logging.getLogger("tidal" + module.removeprefix("tidal_connector"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every invariant of the protocol (section 7 of its description) under every fault."""
+"""Every invariant of the protocol (those that ``world`` checks after each step) under every fault."""
 
 from __future__ import annotations
 

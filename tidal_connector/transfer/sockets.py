@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting connections to a local TCP port by the kernel's tables: what may still deliver bytes.
 
-A write that failed on the sender may still arrive as long as its connection lives here (facts on late
-writes), so the decode side asks before it hands destination pages back. Any thread.
+A write that failed on the sender may still arrive as long as its connection lives here, so the decode
+side asks before it hands destination pages back. Any thread.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 
 Two dialects reach an engine:
 
-* **push** (design D3, both legs at once; made by ``tidal proxy``)::
+* **push** (both legs at once; made by ``tidal proxy``)::
 
       prefill  {"mode": "push", "role": "prefill", "transfer_id": "xfer-…"}
       decode   {"mode": "push", "role": "decode", "transfer_id": "xfer-…",
                 "prefill_engine": "prefill-0", "prefill_control": "host:port"}
 
-* **sequential** (design D4; what vLLM's toy proxy, vllm-router and llm-d send)::
+* **sequential** (prefill first; what vLLM's toy proxy, vllm-router and llm-d send)::
 
       prefill  {"do_remote_decode": true, "do_remote_prefill": false, …}
       decode   the dictionary that the prefill engine returned

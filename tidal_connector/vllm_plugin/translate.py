@@ -165,7 +165,7 @@ def model_layout(
     placed: Iterable[tuple[str, Region]],
     weights: str,
 ) -> KVLayout:
-    """Describe the model's KV for the handshake (protocol.md, section 8).
+    """Describe the model's KV for the handshake.
 
     Args:
         vllm_config: vLLM's configuration.

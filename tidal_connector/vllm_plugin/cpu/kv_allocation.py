@@ -3,7 +3,7 @@
 
 Takes vLLM's KV cache configuration and hands on one tensor per layer in the shape that vLLM expects,
 ``[blocks, 1, block_size, width]``, plus the pool that backs the latents. Layer-major in both memories: a
-layer's pages are contiguous, so that a block id is a page number within each layer (design D1). Called once,
+layer's pages are contiguous, so that a block id is a page number within each layer. Called once,
 on the worker's main thread.
 """
 

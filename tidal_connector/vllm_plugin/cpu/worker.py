@@ -43,7 +43,7 @@ class TidalCpuWorker(CPUWorker):
         """Return the bytes that vLLM divides into blocks.
 
         With offload that is the size of all blocks, latents included, although only index keys take device
-        memory: the number of blocks is the smaller of what the pool and the device budget hold (design D2).
+        memory: the number of blocks is the smaller of what the pool and the device budget hold.
 
         Raises:
             ConfigError: not even one block fits.
