@@ -189,9 +189,9 @@ class Handover:
         """The transfer."""
         return TransferId(f"xfer-{self.name}")
 
-    def open(self, hold_s: float | None = None) -> None:
+    def open(self, hold_s: float | None = None, prompt: str = "") -> None:
         """P schedules the request."""
-        self.prefill.sender.open(self.request, self.transfer, hold_s)
+        self.prefill.sender.open(self.request, self.transfer, hold_s, prompt)
         self.prefill.sender.pages(self.request, [DevicePageId(page) for page in self.pages])
 
     def compute(self, first: int, end: int) -> None:
@@ -208,7 +208,7 @@ class Handover:
         self.prefill.sender.prefill_done(self.request, time.monotonic())
         self.prefill.sender.finish(self.request, self.tokens)
 
-    def reserve(self, engine: str = "prefill-0", address: str | None = None) -> None:
+    def reserve(self, engine: str = "prefill-0", address: str | None = None, prompt: str = "") -> None:
         """D asks for what it lacks."""
         skip = self.first // self.decode.memory.page_tokens
         self.decode.receiver.reserve(
@@ -220,6 +220,7 @@ class Handover:
             self.tokens,
             [HostPageId(page) for page in self.host[skip:]],
             [DevicePageId(page) for page in self.device[skip:]],
+            prompt,
         )
 
     def assert_equal(self) -> None:

@@ -410,6 +410,27 @@ def test_a_transfer_that_landed_at_one_decode_engine_fails_at_the_next(
     assert "is over" in got.reason
 
 
+@pytest.mark.parametrize("reserved_first", [True, False])
+def test_rows_of_another_prompt_never_land(stack: ExitStack, fabric: LoopbackFabric, reserved_first: bool) -> None:
+    """Both engines tokenize on their own: with ``truncate_prompt_tokens: -1`` each keeps what its own length allows."""
+    prefill, decode = Prefill(stack, fabric), Decode(stack, fabric)
+    handover = Handover("other", prefill, decode, 40)
+    if reserved_first:
+        handover.reserve(prompt="b")
+        eventually(lambda: decode.counters.snapshot()["peers"] == 1)
+    handover.open(prompt="a")
+    handover.compute(0, 40)
+    handover.done()
+    if not reserved_first:
+        handover.reserve(prompt="b")
+    got = decode.outcome()
+    assert not got.ok
+    assert "prompts" in got.reason
+    assert "prompts" in prefill.outcome().reason
+    for array in decode.memory.arrays:
+        assert (array == 0x7E).all()
+
+
 def test_a_request_whose_transfer_was_given_up_is_reported_when_vllm_ends_it(
     stack: ExitStack, fabric: LoopbackFabric
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.control.tables import table_rows
@@ -62,6 +63,7 @@ RESERVED = Reserved(S, reserve(), 30.0)
 SENDING = (Opened(), RESERVED)
 FLYING = (*SENDING, Wrote((0,), 0, 8))
 ABORT = AbortAsked(S, Abort(X, Generation(1), "left"))
+FOREIGN = Reserved(S, msgspec.structs.replace(reserve(), prompt="b"), 30.0)
 DECLINE = AbortAsked(S, Abort(X, Generation(0), "refused"))
 GOOD, BAD = PartEnded(1, True, True, ""), PartEnded(1, False, False, "reset")
 STALL = 10.0
@@ -74,10 +76,12 @@ EXAMPLES: dict[tuple[str, str, str], tuple[tuple[Event, ...], Event | tuple[floa
     ("new", "request ended badly", "gone"): ((), Withdrawn("full"), []),
     ("parked", "Reserve again", "parked"): ((RESERVED,), RESERVED, [Parked]),
     ("parked", "request scheduled", "sending"): ((RESERVED,), Opened(), [Accepted]),
+    ("parked", "request scheduled, of another prompt", "gone"): ((FOREIGN,), Opened("a"), [Failed]),
     ("parked", "park_s is over", "gone"): ((RESERVED,), (30.0, Tick(STALL)), [Failed]),
     ("parked", "Abort", "gone"): ((RESERVED,), ABORT, [Aborted]),
     ("parked", "D lost", "gone"): ((RESERVED,), PeerLost("lease"), [Failed]),
     ("open", "Reserve", "sending"): ((Opened(),), RESERVED, [Accepted]),
+    ("open", "Reserve of another prompt", "gone"): ((Opened("a"),), FOREIGN, [Failed]),
     ("open", "Abort", "gone"): ((Opened(),), DECLINE, [Aborted]),
     ("open", "hold_s after the prefill", "gone"): ((Opened(), PrefillDone(60.0)), (60.0, Tick(STALL)), []),
     ("open", "request ended badly", "gone"): ((Opened(),), Withdrawn("aborted"), []),

@@ -38,6 +38,7 @@ def request(params: object, prompt: int, name: str = "r") -> Any:
         request_id=name,
         kv_transfer_params=params,
         num_prompt_tokens=prompt,
+        prompt_token_ids=list(range(prompt)),
         num_computed_tokens=prompt,
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
     )
@@ -159,6 +160,21 @@ def test_vllm_hears_an_id_once_and_never_one_it_does_not_track() -> None:
     again = report(scheduler, finished_recving={"r"}, finished_sending={"r"})
     assert again.finished_recving is None
     assert again.finished_sending is None
+
+
+def test_both_legs_digest_the_prompt_so_that_rows_of_another_one_are_never_taken() -> None:
+    def digests(ids: list[int] | None) -> tuple[str, str]:
+        scheduler, sends, asks = half(), request(PUSH_P, 40, "p"), request(PUSH_D, 40, "d")
+        sends.prompt_token_ids = asks.prompt_token_ids = ids
+        scheduler.new_request(sends)
+        scheduler.blocks_allocated(asks, blocks(1, 2, 3), 39)
+        metadata = scheduler.build(output(new=(("p", (4, 8, 9), 0, 40),)))
+        return chunk(metadata).prompt, metadata.receives[0].prompt
+
+    here, there = digests([7] * 40)
+    assert here == there
+    assert here != digests([7] * 39 + [8])[0]
+    assert digests(None) == ("", "")
 
 
 # --- prefill ---

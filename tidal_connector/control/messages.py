@@ -74,7 +74,8 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     """D to P: write the rows of tokens ``[first, end)`` into these pages of mine.
 
     Both page lists cover the tokens from ``first`` rounded down to a page on. An empty range means: I lack nothing.
-    ``deliver_s`` bounds the whole transfer; P shows life at least every third of ``stall_s``.
+    ``deliver_s`` bounds the whole transfer; P shows life at least every third of ``stall_s``. ``prompt`` digests the
+    prompt's tokens, empty where D does not know them: rows of another prompt would be taken for this one's, in silence.
     """
 
     transfer: TransferId
@@ -85,6 +86,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     device_pages: tuple[DevicePageId, ...]
     deliver_s: Seconds
     stall_s: Seconds
+    prompt: Text = ""
 
 
 class Parked(msgspec.Struct, frozen=True, array_like=True, tag="parked"):

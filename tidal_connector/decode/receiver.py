@@ -99,6 +99,7 @@ class Receiver(Party[ReceiveOutcome]):
         end: int,
         host_pages: Sequence[HostPageId],
         device_pages: Sequence[DevicePageId],
+        prompt: str = "",
     ) -> None:
         """Ask P to write the rows of tokens ``[first, end)`` into these pages.
 
@@ -111,10 +112,11 @@ class Receiver(Party[ReceiveOutcome]):
             end: one past the last; ``first == end`` tells P that nothing is lacking.
             host_pages: pages of the host pool, from ``first`` rounded down to a page on.
             device_pages: pages of the device caches, likewise.
+            prompt: digest of the prompt's tokens; P's has to be equal, unless one of them is empty.
         """
         hosts, devices = tuple(host_pages), tuple(device_pages)
         self._post(
-            lambda now: self._reserve(request, transfer, engine, address, first, end, hosts, devices, now),
+            lambda now: self._reserve(request, transfer, engine, address, first, end, hosts, devices, prompt, now),
             lambda why, now: self._fail(request, transfer, why, first, end),
         )
 
@@ -244,6 +246,7 @@ class Receiver(Party[ReceiveOutcome]):
         end: int,
         host_pages: tuple[HostPageId, ...],
         device_pages: tuple[DevicePageId, ...],
+        prompt: str,
         now: float,
     ) -> None:
         try:
@@ -262,7 +265,8 @@ class Receiver(Party[ReceiveOutcome]):
         self._generation += 1
         generation = Generation(self._generation)
         timers = self._timers
-        reserve = Reserve(transfer, generation, first, end, host_pages, device_pages, timers.deliver_s, timers.stall_s)
+        bounds = (timers.deliver_s, timers.stall_s)
+        reserve = Reserve(transfer, generation, first, end, host_pages, device_pages, *bounds, prompt)
         receive = machine.new(transfer, generation, self._layout.transfer_bytes(end - first), timers, now)
         record = self._records[transfer] = Record(receive, request, reserve, session)
         self._requests[request] = transfer

@@ -57,7 +57,7 @@ def step(send: Send, event: Event, now: float) -> Step:
         return send, []
     match event:
         case Opened():
-            return _opened(send, now)
+            return _opened(send, event.prompt, now)
         case Reserved():
             return _reserved(send, event, now)
         case Wrote():
@@ -96,10 +96,10 @@ def _breath(send: Send) -> float:
     return send.reserve.stall_s / 3 if send.reserve else NEVER
 
 
-def _opened(send: Send, now: float) -> Step:
+def _opened(send: Send, prompt: str, now: float) -> Step:
     if send.known:
         return send, []
-    send = msgspec.structs.replace(send, known=True)
+    send = msgspec.structs.replace(send, known=True, prompt=prompt)
     if send.phase is Phase.PARKED:
         return _start(send, now)
     if send.phase is Phase.NEW:
@@ -150,6 +150,8 @@ def _start(send: Send, now: float) -> Step:
     session, reserve = send.session, send.reserve
     assert session is not None
     assert reserve is not None
+    if send.prompt and reserve.prompt and send.prompt != reserve.prompt:
+        return _end(send, "the prompts of prefill and decode differ: is one of them truncated?", now, tell=True)
     send = msgspec.structs.replace(
         send, phase=Phase.SENDING, timer=NEVER, moved_at=now, told_at=now, deliver_by=now + reserve.deliver_s
     )

@@ -71,16 +71,17 @@ class Sender(Party[SendOutcome]):
 
     # --- the worker's threads
 
-    def open(self, request: RequestId, transfer: TransferId, hold_s: float | None) -> None:
+    def open(self, request: RequestId, transfer: TransferId, hold_s: float | None, prompt: str = "") -> None:
         """A request was scheduled, perhaps again.
 
         Args:
             request: its id here.
             transfer: its transfer.
             hold_s: seconds that its pages wait for a reservation after its prefill; None takes the configured time.
+            prompt: digest of its prompt's tokens; D's has to be equal, unless one of them is empty.
         """
         hold = self._settings.hold_s if hold_s is None else hold_s
-        self._post(lambda now: self._open(request, transfer, hold, now), self._blame(request))
+        self._post(lambda now: self._open(request, transfer, hold, prompt, now), self._blame(request))
 
     def pages(self, request: RequestId, pages: Sequence[DevicePageId]) -> None:
         """All pages of a request so far, in token order; replaces what was said before."""
@@ -230,7 +231,7 @@ class Sender(Party[SendOutcome]):
 
     # --- control thread: intents
 
-    def _open(self, request: RequestId, transfer: TransferId, hold_s: float, now: float) -> None:
+    def _open(self, request: RequestId, transfer: TransferId, hold_s: float, prompt: str, now: float) -> None:
         if request in self._doubles:
             return  # the transfer stays the other's, even when that one is over
         record = self._ledger.record(transfer)
@@ -241,7 +242,7 @@ class Sender(Party[SendOutcome]):
         record.request = request
         record.hold_s = hold_s
         self._ledger.requests[request] = transfer
-        self._ledger.step(record, sends.Opened(), now)
+        self._ledger.step(record, sends.Opened(prompt), now)
 
     def _set_pages(self, request: RequestId, pages: tuple[DevicePageId, ...]) -> None:
         record = self._ledger.by_request(request)

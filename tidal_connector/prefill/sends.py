@@ -64,6 +64,7 @@ class Send(msgspec.Struct, frozen=True):
         last_word: what was said to D at the end, to be said again to a late question.
         ok: all of [first, end) landed.
         sealed: the request ended here, so nothing more will be written.
+        prompt: digest of its prompt's tokens, once known; empty where it stays unknown.
     """
 
     transfer: TransferId
@@ -87,10 +88,13 @@ class Send(msgspec.Struct, frozen=True):
     last_word: Notice | None = None
     ok: bool = False
     sealed: bool = False
+    prompt: str = ""
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The request was scheduled here."""
+    """The request was scheduled here; ``prompt`` digests its tokens."""
+
+    prompt: str = ""
 
 
 class Reserved(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ class SendChunk:
         pages: all block ids of the request so far, in order.
         done: the prompt is complete after this step.
         hold_s: seconds that its pages may wait for a reservation; None takes ``control.hold_s``.
+        prompt: digest of the prompt's tokens; empty where vLLM has none.
     """
 
     request: str
@@ -36,6 +37,7 @@ class SendChunk:
     pages: tuple[int, ...]
     done: bool
     hold_s: float | None
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Receive:
 
     Attributes:
         pages: block ids from token ``first // block_size * block_size`` on.
+        prompt: digest of the prompt's tokens; empty where vLLM has none.
     """
 
     request: str
@@ -71,6 +74,7 @@ class Receive:
     end: int
     pages: tuple[int, ...]
     sabotage: Sabotage | None = None
+    prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

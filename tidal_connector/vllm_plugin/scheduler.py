@@ -9,7 +9,9 @@ invariant 4).
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,7 @@ class _Sending:
     transfer: TransferId
     sequential: bool
     prompt: int
+    digest: str
     pages: list[int] = field(default_factory=list)
     announced: int = 0
     held: bool = False
@@ -104,6 +107,7 @@ class TidalScheduler:
                 end,
                 tuple(pages),
                 leg.sabotage,
+                _digest(request),
             )
         )
         if external:
@@ -156,6 +160,7 @@ class TidalScheduler:
             tuple(sending.pages),
             end == sending.prompt,
             self._config.control.hold_s if sending.sequential else None,
+            sending.digest,
         )
 
     def new_request(self, request: Request) -> None:
@@ -163,7 +168,9 @@ class TidalScheduler:
         leg = self._leg(request)
         if isinstance(leg, PrefillLeg):
             transfer = leg.transfer or new_transfer_id()
-            self._sending[request.request_id] = _Sending(transfer, leg.sequential, request.num_prompt_tokens)
+            self._sending[request.request_id] = _Sending(
+                transfer, leg.sequential, request.num_prompt_tokens, _digest(request)
+            )
 
     def finished(self, request: Request, *, aborted: bool) -> tuple[bool, dict[str, Any] | None]:
         """Say whether the blocks of a finished request must stay, and what the client gets to hand on."""
@@ -234,3 +241,11 @@ class TidalScheduler:
         except ParamsError as error:
             logger.warning("request %s is served without a transfer: %s", request.request_id, error)
             return None
+
+
+def _digest(request: Request) -> str:
+    """Digest the prompt's tokens: each engine tokenizes, fills its template and truncates on its own, and rows of one
+    prompt must never be taken for another's. Empty for a prompt that is given as embeddings.
+    """
+    tokens = request.prompt_token_ids
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest() if tokens else ""

@@ -217,6 +217,7 @@ class TidalWorker:
                 item.end,
                 [HostPageId(page) for page in item.pages],
                 [DevicePageId(page) for page in item.pages],
+                item.prompt,
             )
         for request, reason in metadata.aborts:
             receiver.abort(RequestId(request), reason)
@@ -224,7 +225,7 @@ class TidalWorker:
     def _bind_sends(self, metadata: TidalMetadata, sender: Sender) -> None:
         for chunk in metadata.chunks:
             request = RequestId(chunk.request)
-            sender.open(request, TransferId(chunk.transfer), chunk.hold_s)
+            sender.open(request, TransferId(chunk.transfer), chunk.hold_s, chunk.prompt)
             sender.pages(request, [DevicePageId(page) for page in chunk.pages])
         for end in metadata.ends:
             request = RequestId(end.request)
