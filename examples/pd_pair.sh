@@ -22,8 +22,8 @@ tidal serve decode --config configs/decode.toml -- "${common[@]}" --port 8200 >"
 tidal proxy --config configs/proxy.toml >"$logs/proxy.log" 2>&1 &
 
 printf 'waiting for both engines '
-for _ in $(seq 180); do
-    if curl -fsS -o /dev/null http://127.0.0.1:8000/health 2>/dev/null; then break; fi
+until curl -fsS -o /dev/null http://127.0.0.1:8000/health 2>/dev/null; do
+    if ((SECONDS > 180)); then echo "not ready after 180 s"; tail -n 20 "$logs"/*.log; exit 1; fi
     if [ "$(jobs -rp | wc -l)" -lt 3 ]; then echo "a process ended early"; tail -n 20 "$logs"/*.log; exit 1; fi
     printf .
     sleep 1
@@ -31,7 +31,7 @@ done
 echo
 
 curl -fsS http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
-    -d "{\"model\": \"pair\", \"prompt\": \"$prompt\", \"max_tokens\": 16, \"temperature\": 0}"
+    -d "$(python -c 'import json, sys; print(json.dumps(dict(model="pair", prompt=sys.argv[1], max_tokens=16, temperature=0)))' "$prompt")"
 echo
 echo "what prefill pushed:"
 curl -fsS http://127.0.0.1:8100/metrics | grep '^tidal:bytes_pushed' || true

@@ -32,7 +32,6 @@ DevicePageId = NewType("DevicePageId", int)
 """A page of a device cache: the index keys (or, on prefill, also the latents) of one block in one layer."""
 
 
-
 def new_incarnation() -> Incarnation:
     """Return a fresh random incarnation (128 bit, hexadecimal)."""
     return Incarnation(secrets.token_hex(16))

@@ -6,11 +6,15 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+import typing
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.arch.source import ROOT
+from tidal_connector.config import TidalConfig
 
 
 def _project() -> dict[str, Any]:
@@ -66,6 +70,27 @@ def test_readme_shows_both_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "make demo" in readme
     assert "make test" in readme
+
+
+def _settings(kind: type[msgspec.Struct]) -> Iterator[tuple[str, str]]:
+    for name, annotation in typing.get_type_hints(kind).items():
+        if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+            yield from ((f"{name}.", inner) for inner in typing.get_type_hints(annotation))
+        else:
+            yield "", name
+
+
+def test_readme_names_every_setting_and_no_other() -> None:
+    section = (ROOT / "README.md").read_text().split("## Knobs\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    named: set[str] = set()
+    for cell in cells:
+        group = ""
+        for key in re.findall(r"`([a-z_.]+)`", cell):
+            group = key.rpartition(".")[0] + "." if "." in key else group
+            named.add(group + key.rpartition(".")[2])
+    # transfer.plane is left to tests: an engine has one plane that reaches another process.
+    assert named == {group + name for group, name in _settings(TidalConfig)} - {"transfer.plane"}
 
 
 def test_every_documented_target_is_listed_by_help() -> None:
