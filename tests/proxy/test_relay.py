@@ -242,6 +242,28 @@ def test_client_that_leaves_cancels_both_legs(run_bed: Any, replies: Any, stream
     run_bed(scenario, [replies.hang], [decode])
 
 
+def test_client_that_reads_nothing_is_given_up(run_bed: Any, replies: Any) -> None:
+    async def flood(wire: Any) -> None:
+        await wire.start_stream()
+        for _ in range(100):
+            await wire.piece(b"data: " + b"x" * (1 << 20) + b"\n\n")
+        await wire.hang()
+
+    async def scenario(bed: Any) -> None:
+        body = b'{"prompt": "hi", "stream": true}'
+        _, writer = await asyncio.open_connection("127.0.0.1", bed.client.base_url.port, limit=1024)
+        try:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+            await bed.until(lambda: bool(bed.decode[0].requests))
+            found = await bed.settled()
+            assert found['tidal_proxy_requests_total{outcome="disconnected"}'] == 1
+        finally:
+            writer.transport.abort()
+
+    run_bed(scenario, None, [flood], Timeouts(stall_s=0.3))
+
+
 def test_answer_without_the_prefill_engine_ends_its_leg(run_bed: Any, replies: Any) -> None:
     """A decode engine that has the whole prompt in its prefix cache, or computed it itself, needs nothing."""
 

@@ -23,6 +23,7 @@ class Outcome(enum.StrEnum):
     STREAM_ERROR = "stream_error"
     """An error after the client had the first byte."""
     DISCONNECTED = "disconnected"
+    """The client left, or took nothing for ``stall_s``."""
     UNPAIRED = "unpaired"
     """503: no prefill engine fits a decode engine."""
 

@@ -55,6 +55,10 @@ class _Failed(msgspec.Struct, frozen=True):
     how: Failure
 
 
+class _Stuck(Exception):
+    """The client is there and takes nothing."""
+
+
 class Relay:
     """Runs client requests against the configured engines."""
 
@@ -83,7 +87,11 @@ class Relay:
         async def watched_send(message: Message) -> None:
             nonlocal complete
             complete = message["type"] == "http.response.body" and not message["more_body"]
-            await send(message)
+            try:
+                async with asyncio.timeout(self._config.timeouts.stall_s):
+                    await send(message)
+            except TimeoutError:  # not to be taken for the engine's
+                raise _Stuck from None
 
         work = asyncio.create_task(self._answer(request, watched_send, started))
         gone = asyncio.create_task(_disconnected(receive))
@@ -91,7 +99,10 @@ class Relay:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if complete:  # the server reports the end of the response as a disconnect, too
                 await asyncio.wait((work,))
-            outcome = work.result() if work.done() else Outcome.DISCONNECTED
+            try:
+                outcome = work.result() if work.done() else Outcome.DISCONNECTED
+            except _Stuck:
+                outcome = Outcome.DISCONNECTED
             self.meters.requests.labels(outcome).inc()
         finally:
             await _end(work, gone)

@@ -31,7 +31,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prefill_s: for the prefill engine's whole answer; choose it above the longest prompt's prefill and its
             queue.
         decode_s: for the decode engine's whole answer, from dispatch to the last byte.
-        stall_s: between two pieces of a stream that has begun.
+        stall_s: between two pieces of a stream that has begun, and for the client to take one.
         keepalive_s: how long an idle connection is kept; below the engines' own bound, so that no request is
             sent into a connection that is just being closed.
         health_s: for an engine's answer to a health check or a list of models.
