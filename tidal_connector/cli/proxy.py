@@ -50,8 +50,9 @@ def run_proxy(file: Path | None, prefill: Sequence[str], decode: Sequence[str], 
         ConfigError: the settings cannot be used, or the address cannot be listened on.
     """
     config = proxy_config(file, prefill, decode, listen)
-    configure(log_level() or "INFO")
+    level = log_level() or "INFO"
     listener = listen_on(config)
+    configure(level)
     engines = ", ".join([*(item.engine for item in config.prefill), *(item.engine for item in config.decode)])
     get_logger(__name__).info("proxy on %s for %s", config.listen, engines)
     settings = uvicorn.Config(build_app(config), log_level="warning", ws="none", timeout_graceful_shutdown=_GRACEFUL_S)
