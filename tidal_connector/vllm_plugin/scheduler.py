@@ -3,8 +3,7 @@
 a peer.
 
 It hands intents down (:class:`~tidal_connector.vllm_plugin.metadata.TidalMetadata`) and filters the outcomes
-that come up, so that vLLM hears each request id once and never one that it no longer tracks (protocol.md,
-invariant 4).
+that come up, so that vLLM hears each request id once and never one that it no longer tracks.
 """
 
 from __future__ import annotations
