@@ -24,7 +24,7 @@ demo: setup ## two engines, a proxy and real transfers; every answer compared wi
 test: setup ## all tests: unit first, then end to end; pytest's last line holds the result and the time
 	@$(BIN)/python -m pytest $(ARGS)
 
-unit: setup ## only the tests that need no engine (seconds)
+unit: setup ## only the tests that need no engine (minutes)
 	@$(BIN)/python -m pytest -m "not e2e and not faults" $(ARGS)
 
 lint: setup ## formatting, style, types and spelling
