@@ -10,6 +10,7 @@ somebody else.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -195,7 +196,7 @@ class TidalWorker:
                 sender.give_up(RequestId(request), "its pages were taken by a preemption")
 
     def bind(self, metadata: TidalMetadata) -> None:
-        """Take the step's intents. Called first in each step on both host versions (design D7)."""
+        """Take the step's intents. Called first in each step on both host versions."""
         self._step = metadata
         self._saved.clear()
         if self._receiver is not None:
@@ -251,6 +252,11 @@ class TidalWorker:
         """Announce the layers that no hook announced, and note which prompts are now complete."""
         sender = self._sender
         if sender is None or not self._step.chunks:
+            return
+        if sys.exc_info()[0] is not None:
+            # vLLM comes here in a finally clause, too: of a forward pass that raised, the other layers are not written.
+            for chunk in self._step.chunks:
+                sender.give_up(RequestId(chunk.request), "the forward pass of prefill broke")
             return
         at = time.monotonic()
         for region in self._regions.values():
