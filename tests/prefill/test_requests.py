@@ -193,6 +193,15 @@ def test_bytes_for_the_same_peer_are_progress_for_those_that_queue_behind() -> N
     assert machine.due(send, STALL, 5.0) <= 15.0
 
 
+def test_the_patience_that_decode_names_does_not_make_prefill_spin() -> None:
+    hasty = Reserved(S, msgspec.structs.replace(reserve(), stall_s=1e-6), 30.0)
+    send, _ = run(Opened(), hasty)
+    assert machine.due(send, STALL) >= 0.1
+    send, effects = machine.step(send, Tick(STALL), 0.1)
+    assert [type(word) for word in words(effects)] == [Progress]
+    assert machine.due(send, STALL) >= 0.2
+
+
 def test_a_late_question_gets_the_last_word_and_other_generations_a_clean_no() -> None:
     send, _ = run(*FLYING, BAD)
     over = sends.buried(send)

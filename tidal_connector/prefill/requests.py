@@ -50,6 +50,8 @@ from tidal_connector.prefill.sends import (
 PART_TOKENS = 4096
 """Tokens of a part at most (some MB): its receipt is the only sign of progress, so it must not take long."""
 
+_BREATH_S = 0.1  # between two words of progress at least, so that D's settings cannot keep the control thread busy
+
 
 def step(send: Send, event: Event, now: float) -> Step:
     """Advance a transfer by one event at a monotonic time."""
@@ -93,7 +95,7 @@ def due(send: Send, stall_s: float, peer_moved_at: float = 0.0) -> float:
 
 
 def _breath(send: Send) -> float:
-    return send.reserve.stall_s / 3 if send.reserve else NEVER
+    return max(_BREATH_S, send.reserve.stall_s / 3) if send.reserve else NEVER
 
 
 def _opened(send: Send, prompt: str, now: float) -> Step:
