@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -196,7 +196,7 @@ class SimPlane(TransferPlane):
             if self.peers[ticket] == peer:
                 self.cancel(ticket)
 
-    def peer_connections(self, host: str) -> int | None:
+    def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
         """Count what can still arrive from that life."""
         if self.world.faults.hides_connections:
             return None

@@ -22,7 +22,7 @@ def test_real_connections_are_counted_until_they_are_gone(family: socket.Address
         assert count_connections(port, host) == 0  # listening is no connection
         with socket.create_connection((host, port)) as link, server.accept()[0] as taken:
             assert count_connections(port, host) == 1
-            assert count_connections(port, "192.0.2.1") == 0
+            assert count_connections(port, "192.0.2.1", others=[host]) == 0
             assert count_connections(port + 1, host) == 0
             link.close()
             assert count_connections(port, host) == 1  # half closed: unread bytes may still be there
@@ -34,6 +34,16 @@ def test_an_ipv4_peer_of_an_ipv6_socket_is_found() -> None:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), server.accept()[0]:
             assert count_connections(port, "127.0.0.1") == 1
+
+
+def test_a_connection_from_an_address_that_nobody_is_called_by_may_be_anyones() -> None:
+    """Of a host with several addresses, or behind a translation of them: its pages must not be given back early."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.9", 0)), server.accept()[0]:
+            assert count_connections(port, "127.0.0.1") == 1
+            assert count_connections(port, "127.0.0.1", others=["127.0.0.2"]) == 1
+            assert count_connections(port, "127.0.0.1", others=["127.0.0.9"]) == 0
 
 
 def test_dead_and_listening_sockets_do_not_count(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ class Receiver(Party[ReceiveOutcome]):
         # A list of all sockets is read for it, so only where its answer can end a quarantine.
         if record.receive.phase is not Phase.QUARANTINE or now < record.receive.settled_at or not record.host:
             return None
-        return self._plane.peer_connections(record.host)
+        return self._plane.peer_connections(record.host, {host for host in self._hosts.values() if host != record.host})
 
     def _tell(self, key: SessionKey, notice: Notice) -> None:
         if isinstance(notice, Abort):

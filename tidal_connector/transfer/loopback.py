@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tidal_connector.errors import TransferFailed
 from tidal_connector.layout import Home
@@ -211,7 +211,7 @@ class LoopbackPlane(TransferPlane):
                 self._feeds[peer].stop_all(f"peer {peer} was forgotten", time.monotonic())
             self._wake.notify_all()
 
-    def peer_connections(self, host: str) -> int | None:
+    def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
         """Return 0: a copy is complete when it ends, so nothing is ever on its way."""
         return 0
 

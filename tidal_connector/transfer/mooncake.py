@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tidal_connector.config import Protocol, TransferConfig, mooncake_environment
@@ -249,10 +249,10 @@ class MooncakePlane(TransferPlane):
                 self._retired.append(carrier)
                 carrier.retire(f"peer {peer} was forgotten")
 
-    def peer_connections(self, host: str) -> int | None:
+    def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
         """Count live connections to the home engine's data port; None unless over TCP."""
         port = self._self.tcp_data_port if self._self else 0
-        return count_connections(port, host) if port else None
+        return count_connections(port, host, others=others) if port else None
 
     def _make(self) -> MooncakeEngine:
         return MooncakeEngine(self._host, self._config.protocol, self._config.device)

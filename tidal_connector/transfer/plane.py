@@ -9,7 +9,7 @@ because the transport may still be reading its neighbours.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NewType, TypeVar
 
 import msgspec
@@ -116,8 +116,13 @@ class TransferPlane(abc.ABC):
         """Cancel all of a peer's tickets and drop what is cached about it (it restarted or is lost)."""
 
     @abc.abstractmethod
-    def peer_connections(self, host: str) -> int | None:
-        """Count the connections from a host to our data ports; None where that cannot be known."""
+    def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
+        """Count the connections to our data ports that may be a host's; None where that cannot be known.
+
+        Args:
+            host: the peer's host.
+            others: hosts of other peers; what comes from them does not count, what comes from anywhere else does.
+        """
 
 
 def open_plane(config: TidalConfig, host: str, on_receipt: Callable[[], None]) -> TransferPlane:

@@ -16,17 +16,23 @@ from pathlib import Path
 _DEAD = {"06", "07", "0A"}  # TIME_WAIT and CLOSE deliver nothing more; LISTEN is no connection
 
 
-def count_connections(port: int, host: str, tables: Iterable[Path] | None = None) -> int | None:
-    """Count the live connections from a host to a local port; None where it cannot be known.
+def count_connections(
+    port: int, host: str, tables: Iterable[Path] | None = None, others: Iterable[str] = ()
+) -> int | None:
+    """Count the live connections to a local port that may be a host's; None where it cannot be known.
+
+    A connection need not come from the address that its host is called by: there may be several, or a translation of
+    addresses between. So one counts that comes from any address which is not another known host's.
 
     Args:
         port: the local port.
         host: the remote side, a name or an address; all addresses of a name count.
+        others: the other hosts that may have connected.
         tables: files in the format of ``/proc/net/tcp``; None takes the kernel's for IPv4 and IPv6.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        wanted = {_plain(str(address[0])) for *_, address in found}
+        wanted = _addresses(host)
+        foreign = {address for other in others for address in _addresses(other)} - wanted
         files = tables or (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()[1:]]
     except OSError:
@@ -37,8 +43,12 @@ def count_connections(port: int, host: str, tables: Iterable[Path] | None = None
     for line in lines:
         _, local, remote, state, *_ = line.split()
         if int(local.rpartition(":")[2], 16) == port and state not in _DEAD:
-            count += _address(remote.rpartition(":")[0]) in wanted
+            count += _address(remote.rpartition(":")[0]) not in foreign
     return count
+
+
+def _addresses(host: str) -> set[str]:
+    return {_plain(str(address[0])) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 
 def _address(text: str) -> str:
