@@ -110,7 +110,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str | None = None
     lease_s: Positive = 9.0
     accept_s: Positive = 60.0
-    park_s: Positive = 30.0
+    park_s: Positive = 120.0
     hold_s: Positive = 60.0
     stall_s: Positive = 10.0
     quarantine_s: Positive | None = None

@@ -79,6 +79,10 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         size = vars(parallel).get(name, 1)
         if size > 1:
             raise ConfigError(f"{name} = {size}: TidalConnector serves engines of one rank; expected 1")
+    if vars(parallel).get("enable_dbo", False):
+        raise ConfigError(
+            "--enable-dbo: TidalConnector announces a layer once per step; expected no dual-batch overlap"
+        )
     consumer = transfer.kv_role in ("kv_consumer", "kv_both")
     offload = config.offloads(transfer.kv_role)
     if offload and transfer.kv_role == "kv_producer":
@@ -132,11 +136,14 @@ def place_caches(caches: Mapping[str, torch.Tensor], host_layers: Iterable[str])
         host_layers: names whose cache is a view of the host pool.
 
     Raises:
-        LayoutMismatch: a cache is of no known kind, or the rows of its pages are not contiguous.
+        LayoutMismatch: a cache is of no known kind or not in CPU memory, or the rows of its pages are not contiguous.
     """
     on_host = set(host_layers)
     named = []
     for name, tensor in caches.items():
+        if tensor.device.type != "cpu":
+            # A layer's hook fires when its kernels are queued, not when they have run: rows would be sent too early.
+            raise LayoutMismatch(f"cache {name!r} is on {tensor.device}: TidalConnector serves CPU engines so far")
         view = tensor.squeeze(1) if tensor.dim() == 4 and tensor.shape[1] == 1 else tensor
         if view.dim() != 3 or view.stride(2) != 1 or view.stride(1) != view.shape[2]:
             raise LayoutMismatch(
