@@ -55,6 +55,24 @@ def test_the_connector_is_found_by_its_name_however_often_it_is_registered() -> 
     assert KVConnectorFactory.get_connector_class(named).__module__ == "tidal_connector.vllm_plugin.connector"
 
 
+@pytest.mark.vllm
+def test_processes_cease_to_spin_only_where_our_platform_is_in_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    from tidal_connector.vllm_plugin.cpu import waiting
+
+    def stock(self: object) -> None:
+        del self
+
+    monkeypatch.setattr(SpinCondition, "record_read", stock)
+    monkeypatch.setattr(plugins, "platform_plugin", lambda: None)
+    plugins.register()
+    assert SpinCondition.record_read is stock
+    monkeypatch.setattr(plugins, "platform_plugin", lambda: plugins.PLATFORM)
+    plugins.register()
+    assert SpinCondition.record_read is waiting.record_read
+
+
 def test_importing_the_entry_points_imports_no_vllm_and_no_torch() -> None:
     code = "import sys, tidal_connector.vllm_plugin.plugins; print([m for m in ('vllm', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -43,9 +43,17 @@ def platform_plugin() -> str | None:
 def register() -> None:
     """Make the connector known to vLLM by its name, on every platform; a second call changes nothing.
 
-    ``kv_connector_module_path`` is then not needed. What the CPU backend replaces in vLLM is replaced in worker
-    processes only, by ``TidalCpuPlatform.register_triton_kernel_overrides``, because importing it takes seconds.
+    ``kv_connector_module_path`` is then not needed. Where our CPU platform is in charge, vLLM's processes also cease
+    to spin here. What else the CPU backend replaces in vLLM is replaced in worker processes only, by
+    ``TidalCpuPlatform.register_triton_kernel_overrides``, because importing it takes seconds.
+
+    Raises:
+        HostChanged: vLLM is not what the patch against spinning was written for.
     """
+    if platform_plugin() == PLATFORM:
+        from tidal_connector.vllm_plugin.cpu import waiting
+
+        waiting.PATCH.apply()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError:

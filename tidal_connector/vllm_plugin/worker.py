@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-IDLE_WAIT_S = 0.005
+IDLE_WAIT_S = 0.01
 """How long a step without tokens waits for an outcome. An engine with an outstanding transfer steps in a
 closed loop; without the wait it takes a core from the engine that sends (seen: 100 % of one of two cores)."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tidal_connector.vllm_plugin.cpu import indexer
+from tidal_connector.vllm_plugin.cpu import indexer, waiting
 from tidal_connector.vllm_plugin.cpu.patching import Patch
 
 
@@ -78,6 +78,7 @@ PATCHES = (
         parameters=("self", "positions", "query", "key"),
         replacement=rotary_forward,
     ),
+    waiting.PATCH,
 )
 
 
