@@ -334,6 +334,7 @@ class Worker:
             pass
         self.party.turn(now)
         self.board.tick(now)
+        self.party.publish()
 
 
 @dataclass

@@ -61,6 +61,7 @@ class StackSettings(msgspec.Struct, frozen=True):
         load_failure_policy: of the decode engine.
         environment: further variables of every engine.
         reference: whether there is a reference engine.
+        both_roles: both engines take ``kv_both`` and so may do each other's work; only decode's latents are in a pool.
     """
 
     model: Path
@@ -82,6 +83,7 @@ class StackSettings(msgspec.Struct, frozen=True):
     decode_model: Path | None = None
     environment: Mapping[str, str] = {}
     reference: bool = True
+    both_roles: bool = False
 
 
 class Stack:
@@ -127,14 +129,14 @@ class Stack:
     def _transfer(self, role: Role, control: str) -> str:
         tidal: dict[str, Any] = {"control": {"bind": control}}
         if role is Role.DECODE:
-            tidal["pool"] = {"bytes": self.settings.pool_bytes}
+            tidal |= {"pool": {"bytes": self.settings.pool_bytes}, "offload": "on"}
         extra = self.settings.prefill_tidal if role is Role.PREFILL else self.settings.decode_tidal
         config = ServeConfig(
             engine=PREFILL_ENGINE if role is Role.PREFILL else DECODE_ENGINE,
             load_failure_policy="fail" if self.settings.load_failure_policy == "fail" else "recompute",
             tidal=_merged(tidal, extra),
         )
-        return kv_transfer_config(config, role)
+        return kv_transfer_config(config, Role.BOTH if self.settings.both_roles else role)
 
     def _proxy(self, port: int) -> ServerProcess:
         command = [

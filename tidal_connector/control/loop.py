@@ -149,6 +149,8 @@ class ControlLoop:
             due = min(due, party.turn(time.monotonic()), 0.0 if more else NEVER)
         due = min(due, board.tick(time.monotonic()))
         self._count(board)
+        for party in self._parties:
+            party.publish()
         channel.wait(min(max(0.0, due - time.monotonic()), longest_s))
 
     def _count(self, board: Switchboard) -> None:

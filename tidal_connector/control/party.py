@@ -74,6 +74,7 @@ class Party(abc.ABC, Generic[Outcome]):
         self._posted: deque[tuple[Callable[[float], None], Callable[[str, float], None]]] = deque()
         self._news = threading.Condition()
         self._outcomes: list[Outcome] = []
+        self._unpublished: list[Outcome] = []
         self._ring: Callable[[], None] = _silence
         self._link: Link | None = None
 
@@ -117,9 +118,15 @@ class Party(abc.ABC, Generic[Outcome]):
     # --- control thread
 
     def _report(self, outcome: Outcome) -> None:
-        with self._news:
-            self._outcomes.append(outcome)
-            self._news.notify_all()
+        self._unpublished.append(outcome)
+
+    def publish(self) -> None:
+        """Show the worker what ended in this turn. Comes after the gauges: an idle engine reads them no more."""
+        if self._unpublished:
+            with self._news:
+                self._outcomes += self._unpublished
+                self._news.notify_all()
+            self._unpublished = []
 
     def take_posted(self, now: float) -> bool:
         """Carry out what was posted, in its order, but only so much that beats are not late; say whether more waits."""
