@@ -76,6 +76,7 @@ EXAMPLES: dict[tuple[str, str, str], tuple[tuple[Event, ...], Event | tuple[floa
         (18.0, Tick(0)),
         [],
     ),
+    ("quarantine", "P lost, its door is shut", "released"): ((*RECEIVING, LOST), (1.0, Tick(None, fenced=True)), []),
     ("quarantine", "quarantine_s since P drained, or since two leases", "released"): (QUARANTINE, (120.0, Tick()), []),
     ("quarantine", "twice quarantine_s, whatever P does", "released"): (
         (*ABORTING, Tick()),

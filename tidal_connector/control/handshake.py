@@ -53,9 +53,9 @@ class Peer(msgspec.Struct, frozen=True):
         return self.endpoint.rpartition(":")[0].strip("[]")
 
 
-def hello(local: Local, expects: EngineId) -> Hello:
-    """Introduce this worker to the engine that it expects at an address."""
-    return Hello(local.identity, expects, local.layout, local.placement, local.endpoint, local.lease_s)
+def hello(local: Local, expects: EngineId, door: str = "") -> Hello:
+    """Introduce this worker to the engine that it expects at an address, and name the door that is kept for it."""
+    return Hello(local.identity, expects, local.layout, local.placement, door or local.endpoint, local.lease_s)
 
 
 def about(local: Local, *, sends: bool, receives: bool) -> About:

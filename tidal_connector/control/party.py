@@ -142,6 +142,14 @@ class Party(abc.ABC, Generic[Outcome]):
     def turn(self, now: float) -> float:
         """Do what is due and return when something will be (monotonic seconds, NEVER for nothing)."""
 
+    def door(self, key: SessionKey) -> str:
+        """Return the endpoint that the peer of a new session is told; empty for the one that everybody is told.
+
+        Raises:
+            TransferFailed: there can be no further one.
+        """
+        return ""
+
     @abc.abstractmethod
     def up(self, key: SessionKey, peer: Peer, now: float) -> None:
         """A session came up."""

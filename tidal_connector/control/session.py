@@ -27,7 +27,7 @@ class Wire(Protocol):
 class Session:
     """One call of D, seen from either side: up once ``peer`` is known."""
 
-    __slots__ = ("called", "expects", "heard", "key", "number", "peer", "route", "speak_at")
+    __slots__ = ("called", "door", "expects", "heard", "key", "number", "peer", "route", "speak_at")
 
     def __init__(self, key: SessionKey, number: int, route: Route, called: bool, expects: EngineId, now: float) -> None:
         self.key = key
@@ -35,6 +35,7 @@ class Session:
         self.route = route
         self.called = called  # by us
         self.expects = expects
+        self.door = ""  # endpoint that the peer alone is told; empty: everybody's
         self.peer: Peer | None = None
         self.heard = now
         self.speak_at = now

@@ -78,12 +78,19 @@ class Switchboard:
 
         Raises:
             ConfigError: the address cannot be read.
+            TransferFailed: no door can be opened for the peer.
         """
         route = self._wire.dial(address, engine)
         if route in self._called:
             return self._called[route]
         self._calls += 1
         session = self._open(self._calls, route, True, engine, now)
+        try:
+            session.door = self._party(session).door(session.key)
+        except TidalError:
+            del self._sessions[session.key]
+            self._wire.hang_up(route)
+            raise
         self._called[route] = session.key
         self._greet(session, now)
         return session.key
@@ -292,7 +299,9 @@ class Switchboard:
 
     def _greet(self, session: Session, now: float) -> None:
         third = self._local.lease_s / 3
-        sent = self._post(session.route, Incarnation(""), session.number, hello(self._local, session.expects))
+        sent = self._post(
+            session.route, Incarnation(""), session.number, hello(self._local, session.expects, session.door)
+        )
         session.speak_at = now + (third if sent else min(third, _QUICK_S))
 
     def _party(self, session: Session) -> Party[object]:

@@ -84,6 +84,7 @@ class Receiver(Party[ReceiveOutcome]):
         self._requests: dict[RequestId, TransferId] = {}
         self._declined: dict[TransferId, Declined] = {}
         self._hosts: dict[SessionKey, str] = {}
+        self._doors: dict[SessionKey, str] = {}
         self._generation = 0
         self._stopped = ""
 
@@ -134,8 +135,9 @@ class Receiver(Party[ReceiveOutcome]):
         """Let timers run; return when the next one ends."""
         due = NEVER
         for record in list(self._records.values()):
-            if now >= min(machine.due(record.receive), record.look_at):
-                self._step(record, machine.Tick(self._connections(record, now)), now)
+            fenced = bool(record.door) and self._plane.door_shut(record.door)
+            if fenced or now >= min(machine.due(record.receive), record.look_at):
+                self._step(record, machine.Tick(self._connections(record, now), fenced), now)
             due = min(due, machine.due(record.receive), record.look_at)
         for transfer, declined in list(self._declined.items()):
             if now >= declined.until:
@@ -146,6 +148,11 @@ class Receiver(Party[ReceiveOutcome]):
                 self._tell(declined.session, Abort(transfer, NO_RESERVATION, declined.reason))
             due = min(due, declined.until, declined.retry_at)
         return due
+
+    def door(self, key: SessionKey) -> str:
+        """Open a door for P alone, so that it can be shut when P is lost."""
+        door = self._doors[key] = self._plane.open_door()
+        return door
 
     def up(self, key: SessionKey, peer: Peer, now: float) -> None:
         """P answered: send what waited for it."""
@@ -161,8 +168,11 @@ class Receiver(Party[ReceiveOutcome]):
     def lost(self, key: SessionKey, reason: str, now: float) -> None:
         """P is gone, or will not have us."""
         self._hosts.pop(key, None)
+        door = self._doors.pop(key, "")
+        self._plane.shut_door(door)
         for record in list(self._records.values()):
             if record.session == key:
+                record.door = door
                 self._step(record, machine.SessionLost(reason), now)
         for transfer, declined in list(self._declined.items()):
             if declined.session == key:

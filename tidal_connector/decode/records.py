@@ -38,7 +38,7 @@ class ReceiveOutcome(msgspec.Struct, frozen=True):
 class Record:
     """A reservation with what the machine need not know of it."""
 
-    __slots__ = ("host", "look_at", "receive", "request", "reserve", "session")
+    __slots__ = ("door", "host", "look_at", "receive", "request", "reserve", "session")
 
     def __init__(self, receive: Receive, request: RequestId, reserve: Reserve, session: SessionKey) -> None:
         self.receive = receive
@@ -46,6 +46,7 @@ class Record:
         self.reserve = reserve
         self.session = session
         self.host = ""  # of P's transfer plane, once known
+        self.door = ""  # that P wrote through, once P is lost and it is being shut
         self.look_at = NEVER
 
 

@@ -104,9 +104,15 @@ class Withdrawn(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed. ``connections``: P's connections to our data ports, None where unknown."""
+    """Time passed.
+
+    Attributes:
+        connections: P's connections to our data ports, None where unknown.
+        fenced: nothing that P still sends can reach our memory any more.
+    """
 
     connections: int | None = None
+    fenced: bool = False
 
 
 Event: TypeAlias = SessionUp | SessionLost | Heard | GivenUp | Withdrawn | Tick
@@ -161,7 +167,7 @@ def step(receive: Receive, event: Event, now: float) -> Step:
         case Withdrawn():
             return _withdrawn(receive, event.reason, now)
         case Tick():
-            return _tick(receive, event.connections, now)
+            return _tick(receive, event, now)
 
 
 def _session_up(receive: Receive, now: float) -> Step:
@@ -241,7 +247,7 @@ def _withdrawn(receive: Receive, reason: str, now: float) -> Step:
     return _abort(receive, reason, now)
 
 
-def _tick(receive: Receive, connections: int | None, now: float) -> Step:
+def _tick(receive: Receive, tick: Tick, now: float) -> Step:
     timers = receive.timers
     match receive.phase:
         case Phase.CALLING if now >= receive.timer:
@@ -258,16 +264,16 @@ def _tick(receive: Receive, connections: int | None, now: float) -> Step:
         case Phase.ABORTING if now >= receive.timer:
             return _quarantine(receive, receive.reason, now, abort=True)
         case Phase.QUARANTINE:
-            return _in_quarantine(receive, connections, now)
+            return _in_quarantine(receive, tick, now)
         case Phase.ABORTING if now >= receive.retry_at:
             return msgspec.structs.replace(receive, retry_at=now + timers.retry_s), [Effect.ABORT]
         case _:
             return receive, []
 
 
-def _in_quarantine(receive: Receive, connections: int | None, now: float) -> Step:
+def _in_quarantine(receive: Receive, tick: Tick, now: float) -> Step:
     settled = now >= receive.settled_at
-    if now >= receive.timer or (settled and connections == 0):
+    if now >= receive.timer or tick.fenced or (settled and tick.connections == 0):
         return _release(receive, receive.reason)
     if now >= receive.retry_at:
         return msgspec.structs.replace(receive, retry_at=now + receive.timers.retry_s), [Effect.ABORT]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ _CODES = {
     -7: "overlaps a registered range",
     -200: "metadata failure",
 }
+_REMEMBERED_DOORS = 1024
 _CLOSE_S = 3.0  # wait for writes in flight at close
 
 
@@ -148,6 +150,9 @@ class MooncakePlane(TransferPlane):
         self._retired: list[Carrier] = []
         self._receipts: list[Receipt] = []
         self._next_ticket = 1
+        self._doors: dict[str, MooncakeEngine] = {}
+        self._shutting: dict[str, threading.Thread] = {}
+        self._shut: OrderedDict[str, None] = OrderedDict()
 
     def open(self) -> None:
         """Initialise the home engine and check that it runs the transport that was asked for."""
@@ -180,8 +185,14 @@ class MooncakePlane(TransferPlane):
             home, pool, self._home, self._pool = self._home, self._pool, None, None
             carriers = [*self._carriers.values(), *self._retired]
             self._carriers, self._retired = {}, []
+            doors, self._doors = list(self._doors.values()), {}
+            shutting = list(self._shutting.values())
         for carrier in carriers:
             carrier.retire("the plane is closed")
+        for door in doors:
+            door.close()
+        for thread in shutting:
+            thread.join(_CLOSE_S)
         end = time.monotonic() + _CLOSE_S
         stuck = [carrier.peer for carrier in carriers if not carrier.join(max(0.0, end - time.monotonic()))]
         if stuck:
@@ -207,6 +218,46 @@ class MooncakePlane(TransferPlane):
     def endpoint(self) -> str:
         """Return ``host:rpc_port`` of the home engine."""
         return self._opened().endpoint
+
+    def open_door(self) -> str:
+        """Return the endpoint of an engine for one peer: over TCP, destroying it is the only fence there is.
+
+        A write that a frozen peer had under way cannot be recalled, and goes on when it thaws; a connection that is cut
+        is made anew. A door that is gone takes nothing.
+        """
+        home = self._opened()
+        if self._config.protocol is not Protocol.TCP:
+            return home.endpoint
+        door = self._make()
+        for address, length, location in self._registered:
+            door.register(address, length, location)
+        with self._lock:
+            self._doors[door.endpoint] = door
+        return door.endpoint
+
+    def shut_door(self, endpoint: str) -> None:
+        """Destroy a door's engine on a thread of its own; ``on_receipt`` is called when that is done."""
+        with self._lock:
+            door = self._doors.pop(endpoint, None)
+            if door is None:
+                return
+            thread = threading.Thread(target=self._destroy, args=(endpoint, door), name="tidal-door", daemon=True)
+            self._shutting[endpoint] = thread
+        thread.start()
+
+    def _destroy(self, endpoint: str, door: MooncakeEngine) -> None:
+        door.close()
+        with self._lock:
+            del self._shutting[endpoint]
+            self._shut[endpoint] = None
+            if len(self._shut) > _REMEMBERED_DOORS:
+                self._shut.popitem(last=False)
+        self._on_receipt()
+
+    def door_shut(self, endpoint: str) -> bool:
+        """Say whether a door's engine is gone."""
+        with self._lock:
+            return endpoint in self._shut
 
     def submit(self, peer: str, runs: Sequence[Run]) -> Ticket:
         """Queue a batch for a peer; its carrier is started at the first one."""
@@ -250,7 +301,10 @@ class MooncakePlane(TransferPlane):
                 carrier.retire(f"peer {peer} was forgotten")
 
     def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
-        """Count live connections to the home engine's data port; None unless over TCP."""
+        """Count live connections to the home engine's data port; None unless over TCP, or once there are doors."""
+        with self._lock:
+            if self._doors or self._shutting or self._shut:
+                return None
         port = self._self.tcp_data_port if self._self else 0
         return count_connections(port, host, others=others) if port else None
 

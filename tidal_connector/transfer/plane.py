@@ -115,6 +115,22 @@ class TransferPlane(abc.ABC):
     def forget_peer(self, peer: str) -> None:
         """Cancel all of a peer's tickets and drop what is cached about it (it restarted or is lost)."""
 
+    def open_door(self) -> str:
+        """Return an endpoint for one peer alone; where the transport has but one, that one.
+
+        Raises:
+            TransferFailed: the transport cannot open another.
+        """
+        return self.endpoint()
+
+    def shut_door(self, endpoint: str) -> None:
+        """Begin to shut a peer's door, whatever that peer is doing. Never blocks; any thread; idempotent."""
+        del endpoint  # where everybody is told the same one, it stays open
+
+    def door_shut(self, endpoint: str) -> bool:
+        """Say whether no write can come through this door any more: a fence, where the transport can build one."""
+        return False
+
     @abc.abstractmethod
     def peer_connections(self, host: str, others: Iterable[str] = ()) -> int | None:
         """Count the connections to our data ports that may be a host's; None where that cannot be known.
