@@ -80,3 +80,10 @@ def test_the_json_has_the_promised_keys() -> None:
         "requests", "identical", "max_logprob_diff", "bytes_pushed", "landed_before_prefill_end", "hugepage_bytes",
         "device_bytes_per_token_layer", "baseline_bytes_per_token_layer", "sabotage_detected",
     }  # fmt: skip
+
+
+def test_bfloat16_is_held_to_the_noise_that_its_rounding_makes() -> None:
+    rounded = msgspec.structs.replace(GOOD, dtype="bfloat16", max_logprob_diff=0.4, identical=GOOD.requests - 1)
+    assert rounded.shortcomings() == []
+    (line,) = msgspec.structs.replace(rounded, max_logprob_diff=0.7).shortcomings()
+    assert "more than 0.6" in line

@@ -7,8 +7,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tidal_connector.modelmaker.report import tolerance_of
+
 LOGPROB_BOUND = 0.02
-"""Largest difference of log-probabilities that rounding in another order of work may cause."""
+"""Largest difference of float32 log-probabilities (nats) that rounding in another order of work may cause."""
 
 LANDED_BOUND = 0.8
 """Least share of the longest prompt's bytes that must have landed when its prefill ended."""
@@ -74,10 +76,11 @@ class Result(msgspec.Struct, frozen=True):
     def shortcomings(self) -> list[str]:
         """Return what is not as it must be, one line each; empty if all is well."""
         found = []
-        if self.identical != self.requests:
+        bound = logprob_bound(self.dtype)
+        if self.identical != self.requests and tolerance_of(self.dtype).equal_tokens:
             found.append(f"{self.requests - self.identical} of {self.requests} requests differ from the reference")
-        if self.max_logprob_diff > LOGPROB_BOUND:
-            found.append(f"logprobs differ by up to {self.max_logprob_diff:.4g}, more than {LOGPROB_BOUND}")
+        if self.max_logprob_diff > bound:
+            found.append(f"logprobs differ by up to {self.max_logprob_diff:.4g}, more than {bound:g}")
         if self.bytes_expected is not None and self.bytes_pushed != self.bytes_expected:
             found.append(f"{self.bytes_pushed} bytes were pushed, {self.bytes_expected} are the prompts' rows")
         if self.landed_before_prefill_end is not None and self.landed_before_prefill_end < LANDED_BOUND:
@@ -87,6 +90,11 @@ class Result(msgspec.Struct, frozen=True):
         if not self.sabotage_detected:
             found.append("a corrupted pool row went unnoticed, so the comparison proves nothing")
         return found
+
+
+def logprob_bound(dtype: str) -> float:
+    """Return how far two right answers may be apart: 0.02 nats, in bfloat16 the noise that its rounding alone makes."""
+    return LOGPROB_BOUND if dtype == "float32" else tolerance_of(dtype).noise
 
 
 def show(result: Result, console: Console) -> None:
@@ -107,7 +115,8 @@ def show(result: Result, console: Console) -> None:
     wrong = result.shortcomings()
     for line in wrong:
         console.print(f"[red]not as it must be:[/] {line}")
-    verdict = "[red]failed[/]" if wrong else "[green]all identical[/]"
+    good = "all identical" if result.identical == result.requests else "within bounds"
+    verdict = "[red]failed[/]" if wrong else f"[green]{good}[/]"
     console.print(f"{verdict}: {result.identical} of {result.requests} requests, {result.seconds:.0f} s")
 
 

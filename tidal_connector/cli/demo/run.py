@@ -20,7 +20,7 @@ from tidal_connector.cli.demo.client import ask_many, ask_sabotaged
 from tidal_connector.cli.demo.compare import Generated, compare
 from tidal_connector.cli.demo.expect import RowBytes, row_bytes
 from tidal_connector.cli.demo.prompts import LENGTHS, QUICK_LENGTHS, SABOTAGE_LENGTH, make_prompts
-from tidal_connector.cli.demo.report import LOGPROB_BOUND, Result, Row, show
+from tidal_connector.cli.demo.report import Result, Row, logprob_bound, show
 from tidal_connector.cli.ends import write_json
 from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cluster.hugepages import extra_hugepages
@@ -127,7 +127,7 @@ class _Run:
             hugepage_bytes=int(decode.get("tidal:pool_hugepage_bytes", 0)),
             device_bytes_per_token_layer=self._rows.device_with,
             baseline_bytes_per_token_layer=self._rows.device_without,
-            sabotage_detected=sabotage > LOGPROB_BOUND,
+            sabotage_detected=sabotage > logprob_bound(self._options.dtype),
             sabotage_logprob_diff=sabotage,
             transfers_failed=int(prefill.get(_FAILED, 0) + decode.get(_FAILED, 0)),
             arch=self._options.arch,
