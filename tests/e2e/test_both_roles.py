@@ -15,6 +15,7 @@ from tidal_connector.cli.demo.compare import Generated
 from tidal_connector.cli.demo.prompts import make_prompts
 from tidal_connector.cluster.stack import DECODE_ENGINE, Stack, read_metrics
 from tidal_connector.ids import new_transfer_id
+from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -30,14 +31,8 @@ def stack(deploy: Deploy) -> Iterator[Stack]:
 def backwards(stack: Stack, prompt: list[int]) -> Generated:
     """Let the engine with the pool prefill, and the other one decode."""
     transfer = new_transfer_id()
-    sends = {"mode": "push", "role": "prefill", "transfer_id": transfer}
-    takes = {
-        "mode": "push",
-        "role": "decode",
-        "transfer_id": transfer,
-        "prefill_engine": DECODE_ENGINE,
-        "prefill_control": stack.decode_control,
-    }
+    sends = prefill_params(transfer)
+    takes = decode_params(transfer, DECODE_ENGINE, stack.decode_control)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, stack.decode.url, prompt, 1, kv_transfer_params=sends)
         answer = ask(stack.prefill.url, prompt, NEW_TOKENS, kv_transfer_params=takes)

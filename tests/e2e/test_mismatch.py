@@ -20,6 +20,7 @@ from tidal_connector.cli.demo.prompts import make_prompts
 from tidal_connector.cluster.stack import MODEL_NAME, PREFILL_ENGINE, Stack, read_metrics
 from tidal_connector.errors import TidalError
 from tidal_connector.ids import new_transfer_id
+from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -85,8 +86,8 @@ def test_fr_36_the_proxy_forms_no_such_pair_and_says_why(pair: Pair) -> None:
 def test_fr_36_the_handshake_refuses_what_reaches_the_engines_all_the_same(pair: Pair) -> None:
     stack, prompt = pair.stack, pair.prompts[1]
     transfer = new_transfer_id()
-    prefill = {"mode": "push", "role": "prefill", "transfer_id": transfer}
-    decode = {**prefill, "role": "decode", "prefill_engine": PREFILL_ENGINE, "prefill_control": stack.prefill_control}
+    prefill = prefill_params(transfer)
+    decode = decode_params(transfer, PREFILL_ENGINE, stack.prefill_control)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, stack.prefill.url, prompt, 1, kv_transfer_params=prefill)
         if stack.settings.load_failure_policy == "fail":

@@ -10,7 +10,9 @@ from tidal_connector.vllm_plugin.params import (
     Leg,
     PrefillLeg,
     Sabotage,
+    decode_params,
     parse_params,
+    prefill_params,
     sequential_answer,
     split_address,
 )
@@ -37,6 +39,14 @@ def test_no_params_means_no_transfer() -> None:
 def test_both_legs_of_the_push_dialect() -> None:
     assert parse({"mode": "push", "role": "prefill", "transfer_id": "xfer-1"}) == PrefillLeg("xfer-1", sequential=False)
     assert parse(decode()) == DecodeLeg("xfer-1", "prefill-0", "127.0.0.1:7100")
+
+
+def test_what_is_made_for_both_legs_is_what_is_read() -> None:
+    assert parse(prefill_params("xfer-1", "decode-0")) == PrefillLeg("xfer-1", sequential=False)
+    assert parse(prefill_params("xfer-1")) == PrefillLeg("xfer-1", sequential=False)
+    given = DecodeLeg("xfer-1", "prefill-0", "127.0.0.1:7100")
+    assert parse(decode_params("xfer-1", "prefill-0", "127.0.0.1:7100")) == given
+    assert parse(decode_params("xfer-1", "prefill-0", None), PEERS) == given
 
 
 def test_an_address_may_come_from_the_settings() -> None:

@@ -18,6 +18,7 @@ import msgspec
 from tidal_connector.errors import ParamsError
 from tidal_connector.ids import TransferId
 from tidal_connector.proxy.settings import Prefill
+from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 Body = dict[str, Any]
 
@@ -117,26 +118,13 @@ def prefill_body(request: ClientRequest, transfer: TransferId, decode_engine: st
     body |= {"stream": False, "max_tokens": 1, "n": 1}
     if "messages" in body:
         body["max_completion_tokens"] = 1
-    body["kv_transfer_params"] = {
-        "mode": "push",
-        "role": "prefill",
-        "transfer_id": transfer,
-        "decode_engine": decode_engine,
-    }
+    body["kv_transfer_params"] = prefill_params(transfer, decode_engine)
     return body
 
 
 def decode_body(request: ClientRequest, transfer: TransferId, prefill: Prefill) -> Body:
     """Return the decode leg: the client's body with the transfer's parameters."""
-    params = {
-        "mode": "push",
-        "role": "decode",
-        "transfer_id": transfer,
-        "prefill_engine": prefill.engine,
-    }
-    if prefill.control:
-        params["prefill_control"] = prefill.control
-    return {**request.body, "kv_transfer_params": params}
+    return {**request.body, "kv_transfer_params": decode_params(transfer, prefill.engine, prefill.control)}
 
 
 def _refuse_many(body: Body) -> None:

@@ -126,6 +126,24 @@ def parse_params(raw: object, config: TidalConfig, *, producer: bool, consumer: 
     return leg
 
 
+def prefill_params(transfer: TransferId, decode_engine: str | None = None) -> dict[str, Any]:
+    """Return what the prefill engine is sent in the push dialect; ``decode_engine`` is for its log."""
+    params = {"mode": "push", "role": "prefill", "transfer_id": transfer}
+    return params if decode_engine is None else {**params, "decode_engine": decode_engine}
+
+
+def decode_params(transfer: TransferId, engine: str, control: str | None) -> dict[str, Any]:
+    """Return what the decode engine is sent in the push dialect.
+
+    Args:
+        transfer: the attempt.
+        engine: id of the engine that prefills.
+        control: its control address, ``host:port``; None where the decode engine's ``peers`` name it.
+    """
+    params = {"mode": "push", "role": "decode", "transfer_id": transfer, "prefill_engine": engine}
+    return {**params, "prefill_control": control} if control else params
+
+
 def sequential_answer(transfer: TransferId, engine: EngineId, control: str, expires_at: float) -> dict[str, Any]:
     """Return the dictionary that a sequential proxy hands from the prefill to the decode engine.
 

@@ -31,6 +31,7 @@ from tidal_connector.cluster.serving import engine_environment
 from tidal_connector.cluster.stack import MODEL_NAME, PREFILL_ENGINE, Stack, StackSettings, read_metrics
 from tidal_connector.errors import ConfigError, TidalError
 from tidal_connector.ids import new_transfer_id
+from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 _WARM_UP = 2
 _ANSWER_S = 300.0
@@ -203,14 +204,8 @@ class Meter:
 
     def _push(self, prompt: Sequence[int]) -> _Pushed:
         transfer = new_transfer_id()
-        prefill = {"mode": "push", "role": "prefill", "transfer_id": transfer}
-        decode = {
-            "mode": "push",
-            "role": "decode",
-            "transfer_id": transfer,
-            "prefill_engine": PREFILL_ENGINE,
-            "prefill_control": self._servers.prefill_control,
-        }
+        prefill = prefill_params(transfer)
+        decode = decode_params(transfer, PREFILL_ENGINE, self._servers.prefill_control)
         with ThreadPoolExecutor(1) as pool:
             # The decode leg goes first and gets through this process before the timed one needs the interpreter.
             started = time.monotonic()

@@ -14,6 +14,7 @@ from tidal_connector.cli.demo.compare import Generated, parse_completion
 from tidal_connector.cluster.stack import MODEL_NAME, PREFILL_ENGINE, Stack
 from tidal_connector.errors import TidalError
 from tidal_connector.ids import new_transfer_id
+from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 _ANSWER_S = 300.0
 _TOP = 5
@@ -66,15 +67,9 @@ def ask_sabotaged(stack: Stack, prompt: Sequence[int], max_tokens: int, layer: i
         layer, token: the row.
     """
     transfer = new_transfer_id()
-    prefill = {"mode": "push", "role": "prefill", "transfer_id": transfer}
-    decode = {
-        "mode": "push",
-        "role": "decode",
-        "transfer_id": transfer,
-        "prefill_engine": PREFILL_ENGINE,
-        "prefill_control": stack.prefill_control,
-        "sabotage": {"layer": layer, "token": token},
-    }
+    prefill = prefill_params(transfer)
+    decode = decode_params(transfer, PREFILL_ENGINE, stack.prefill_control)
+    decode["sabotage"] = {"layer": layer, "token": token}
     with _threads(1) as pool:
         first = pool.submit(ask, stack.prefill.url, prompt, 1, kv_transfer_params=prefill)
         answer = ask(stack.decode.url, prompt, max_tokens, kv_transfer_params=decode)
