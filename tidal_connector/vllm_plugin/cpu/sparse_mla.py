@@ -7,6 +7,7 @@ for prefill and decode tokens alike (see :mod:`.metadata`). All calls come from 
 
 from __future__ import annotations
 
+import abc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -162,8 +163,9 @@ class _LatentImpl(MLAAttentionImpl[TidalMLAMetadata]):
         rows = kv_c_and_k_pe_cache.view(-1, self.head_size)
         return self._attend(query, rows, attn_metadata).to(query.dtype), None
 
+    @abc.abstractmethod
     def _attend(self, query: torch.Tensor, rows: torch.Tensor, metadata: TidalMLAMetadata) -> torch.Tensor:
-        raise NotImplementedError
+        """Attend for all tokens: ``[n, heads, 512]`` float32."""
 
 
 class TidalDenseMLAImpl(_LatentImpl):
