@@ -207,8 +207,10 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     plain = host[1:-1] if bracketed else host
     odd = not plain or any(char.isspace() or char in "/;,*[]@" for char in plain) or (":" in plain) != bracketed
-    if not colon or odd or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f'{field} = {text!r}: expected "host:port", or "[address]:port" for IPv6')
+    number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or odd or not number or int(port) > 65535:
+        shown = text if len(text) <= 200 else text[:200] + "..."
+        raise ConfigError(f'{field} = {shown!r}: expected "host:port", or "[address]:port" for IPv6')
     return plain, int(port)
 
 

@@ -140,7 +140,7 @@ def test_sabotage_is_a_test_beds_privilege() -> None:
         parse(decode(sabotage={"layer": "x"}), TESTING)
 
 
-@pytest.mark.parametrize("address", ["", ":1", "h", "h:", "h:x", "h:70000", "::1:5", "[h]:5"])
+@pytest.mark.parametrize("address", ["", ":1", "h", "h:", "h:x", "h:70000", "::1:5", "[h]:5", "h:²", "h:" + "9" * 5000])
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ParamsError, match="host:port"):
         split_address(address)

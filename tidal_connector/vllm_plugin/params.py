@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidal_connector.config import TidalConfig
-from tidal_connector.errors import ParamsError
+from tidal_connector.config import TidalConfig, parse_address
+from tidal_connector.errors import ConfigError, ParamsError
 from tidal_connector.ids import EngineId, TransferId
 
 _FIELD = "kv_transfer_params"
@@ -172,17 +172,13 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ParamsError: there is no host, or no port in 1..65535.
     """
-    host, separator, port = address.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if (
-        not separator
-        or not bare
-        or not port.isdigit()
-        or not 0 < int(port) < 65536
-        or (":" in bare) != host.startswith("[")
-    ):
-        raise ParamsError(f'{_FIELD}: address {address!r}: expected "host:port" or "[ipv6]:port"')
-    return bare, int(port)
+    try:
+        host, port = parse_address(f"{_FIELD}: address", address)
+    except ConfigError as error:
+        raise ParamsError(str(error)) from None
+    if not port:
+        raise ParamsError(f'{_FIELD}: address = {address!r}: expected "host:port" with a port from 1 on')
+    return host, port
 
 
 def _parse_push(raw: Mapping[str, Any], config: TidalConfig) -> Leg:
