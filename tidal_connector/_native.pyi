@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the native module; csrc/binding.cpp is its source."""
+"""Types of the native module; csrc/bindings/ is its source."""
 
 import numpy as np
 import numpy.typing as npt

@@ -46,6 +46,7 @@ class Offload(enum.StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+    ADAPTIVE = "adaptive"
 
 
 class PlaneKind(enum.StrEnum):
@@ -116,6 +117,47 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quarantine_s: Positive | None = None
 
 
+class SelectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The selection cache on the device, of an engine whose latents live in the host pool.
+
+    Attributes:
+        slots: rows that a request may keep in each layer; None: twice the model's top-k. At least top-k.
+        bytes: size over all layers, in bytes or as text; None: what ``max_num_seqs`` requests of ``slots`` rows take,
+            at most half of the device's KV budget (with ``offload = "adaptive"``: all that index keys leave of it).
+            A request that finds no room is served without residency, more slowly.
+        threads: workers that plan and move rows, at most.
+        prefetch: fetch the rows of layers that share their leader's selection ahead of need, on a thread of its own.
+    """
+
+    slots: PositiveInt | None = None
+    bytes: PositiveInt | str | None = None
+    threads: PositiveInt = 1
+    prefetch: bool = True
+
+    def slots_for(self, top_k: int) -> int:
+        """Return the slots of a request.
+
+        Raises:
+            ConfigError: fewer than ``top_k``, so that one step's selection would not fit.
+        """
+        slots = 2 * top_k if self.slots is None else self.slots
+        if slots < top_k:
+            raise ConfigError(
+                f"selection.slots = {slots}: expected at least the model's index_topk, {top_k}; raise it, or leave it "
+                f"out (then it is {2 * top_k})"
+            )
+        return slots
+
+    @property
+    def size(self) -> int | None:
+        """The size in bytes, None where it is not set.
+
+        Raises:
+            ConfigError: the text is no size.
+        """
+        return None if self.bytes is None else parse_bytes("selection.bytes", self.bytes)
+
+
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The transfer plane.
 
@@ -147,7 +189,8 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that ``kv_connector_extra_config`` may hold.
 
     Attributes:
-        offload: latents in the host pool; ``auto`` means on for ``kv_consumer``, off otherwise.
+        offload: latents in the host pool; ``auto`` means on for ``kv_consumer``, off otherwise. ``adaptive`` is on, and
+            keeps requests wholly on the device while there is room.
         peers: engine id to control address (``host:port``) of the engines that requests may name; empty
             allows any.
         weights: text that names the checkpoint's revision, instead of a digest of its files; engines with
@@ -160,6 +203,7 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: PoolConfig = PoolConfig()
     control: ControlConfig = ControlConfig()
     transfer: TransferConfig = TransferConfig()
+    selection: SelectionConfig = SelectionConfig()
     log: LogConfig = LogConfig()
     peers: dict[str, str] = {}
     weights: str = ""
@@ -167,7 +211,9 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def offloads(self, kv_role: str) -> bool:
         """Whether an engine of this ``kv_role`` keeps its latents in the host pool."""
-        return self.offload is Offload.ON or (self.offload is Offload.AUTO and kv_role == "kv_consumer")
+        if self.offload is Offload.AUTO:
+            return kv_role == "kv_consumer"
+        return self.offload is not Offload.OFF
 
     @property
     def quarantine_s(self) -> float:
@@ -226,6 +272,8 @@ def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_confi
     """
     config = convert_strict(TidalConfig, extra, where)
     parse_bytes(f"{where}: pool.bytes", config.pool.bytes)
+    if config.selection.bytes is not None:
+        parse_bytes(f"{where}: selection.bytes", config.selection.bytes)
     parse_address(f"{where}: control.bind", config.control.bind)
     for engine, address in config.peers.items():
         parse_address(f"{where}: peers.{engine}", address)

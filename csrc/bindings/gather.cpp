@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python: it exposes the native operators as tidal_connector._native.
 
-#include <nanobind/nanobind.h>
+#include "tidal/gather.h"
+
 #include <nanobind/ndarray.h>
 
 #include <stdexcept>
 
-#include "tidal/gather.h"
+#include "bindings.h"
 
 namespace nb = nanobind;
 
@@ -36,9 +36,7 @@ int64_t gather_rows(const Pool& pool, const Slots& slots, const Out& out, int th
 
 }  // namespace
 
-NB_MODULE(_native, module) {
-  module.doc() = "Native operators of tidal_connector; use tidal_connector.ops, which checks arguments.";
-  module.def("version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
+void bind_gather(nb::module_& module) {
   module.def(
       "best_path", [] { return static_cast<int>(tidal::best_path()); }, "Best copy path of this processor.");
   module.def(

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+// One function for each operator: it adds the operator to the Python module.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_gather(nanobind::module_& module);

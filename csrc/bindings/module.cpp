@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// tidal_connector._native. Only this folder knows Python.
+
+#include "bindings.h"
+
+NB_MODULE(_native, module) {
+  module.doc() = "Native operators of tidal_connector; use tidal_connector.ops, which checks arguments.";
+  module.def("version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
+  bind_gather(module);
+}
