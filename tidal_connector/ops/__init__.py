@@ -4,5 +4,16 @@
 from __future__ import annotations
 
 from tidal_connector.ops.gather import Implementation, gather_rows
+from tidal_connector.ops.resolve import ResolveBuffers, Resolved, SelectionBatch, resolve
+from tidal_connector.ops.slots import Seats, SlotState
 
-__all__ = ["Implementation", "gather_rows"]
+__all__ = [
+    "Implementation",
+    "ResolveBuffers",
+    "Resolved",
+    "Seats",
+    "SelectionBatch",
+    "SlotState",
+    "gather_rows",
+    "resolve",
+]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of ``ops.resolve`` in numpy, and the words with which a batch is refused.
+
+Takes what the public operator takes, changes the slot state and fills the buffers as every other implementation has
+to, bit for bit. Keeps nothing; the thread that owns the state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidal_connector.errors import PoolExhausted
+from tidal_connector.ops.slots import Seats, SlotState
+
+if TYPE_CHECKING:
+    from tidal_connector.ops.resolve import ResolveBuffers, SelectionBatch
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Counts(NamedTuple):
+    """Totals of a batch, as ``Resolved`` explains them."""
+
+    fetched: int
+    hits: int
+    misses: int
+    loads: int
+    evictions: int
+    invalid: int
+
+
+class _Request(NamedTuple):
+    """One request of a batch; ``chosen`` are its valid selected positions, distinct, in order of first occurrence."""
+
+    seat: int
+    start: int
+    count: int
+    rows: Int64
+    paged: int
+    chosen: Int64
+
+
+class _Moves(NamedTuple):
+    """What a step does to one request: positions to fetch and their arena rows, rows of the new tokens."""
+
+    fetch: Int64
+    into: Int64
+    new: Int64
+    misses: int
+    evictions: int
+
+
+def resolve(state: SlotState, seats: Seats, batch: SelectionBatch, eager_rows: int, buffers: ResolveBuffers) -> Counts:
+    """Do what the public operator says; the batch has passed ``check_batch``."""
+    slots, written, miss_start = buffers.reserve(*batch.selected.shape, len(batch.seat))
+    paged = batch.pages.shape[1] * batch.page_tokens
+    fetched: list[tuple[Int64, Int64]] = []
+    totals = np.zeros(6, np.int64)
+    miss_start[0] = 0
+    for index, seat in enumerate(batch.seat.tolist()):
+        first, end = batch.query_start[index : index + 2].tolist()
+        start, selected = int(batch.start[index]), batch.selected[first:end].astype(np.int64)
+        limit = np.minimum(start + 1 + np.arange(end - first), paged)[:, np.newaxis]
+        valid = (selected >= 0) & (selected < limit)
+        request = _Request(seat, start, end - first, seats.rows(seat), paged, _distinct(selected[valid]))
+        listed = state.listed[seat] or start + request.count > len(request.rows)
+        moves = _listed(state, request) if listed else _in_place(state, request, eager_rows)
+        slots[first:end] = np.where(valid, _rows_of(state, request, selected), -1)
+        written[first:end] = moves.new
+        page, offset = np.divmod(moves.fetch, batch.page_tokens)
+        fetched.append((batch.pages[index, page].astype(np.int64) * batch.page_tokens + offset, moves.into))
+        miss_start[index + 1] = miss_start[index] + len(moves.fetch)
+        totals += (
+            len(moves.fetch),
+            len(request.chosen) - moves.misses,
+            moves.misses,
+            len(moves.fetch) - moves.misses,
+            moves.evictions,
+            np.count_nonzero(~valid & (selected != -1)),
+        )
+    buffers.reserve_misses(int(totals[0]))
+    for out, parts in zip((buffers.miss_rows, buffers.miss_slots), zip(*fetched, strict=True), strict=False):
+        out[: totals[0]] = np.concatenate(parts)
+    return Counts(*totals.tolist())
+
+
+def check_batch(state: SlotState, seats: Seats, batch: SelectionBatch) -> None:
+    """Refuse what cannot be resolved, before anything changes.
+
+    Raises:
+        TypeError: an argument is no array of the demanded dtype.
+        ValueError: shapes, strides, seats, extents or positions do not fit.
+        PoolExhausted: a listed seat has fewer slots than the step may need.
+    """
+    _check_arrays(batch)
+    if len(seats.capacity) != len(state.listed):
+        raise ValueError(f"seats: {len(seats.capacity)}, expected {len(state.listed)} by the state")
+    total, width = batch.selected.shape
+    counts = np.diff(batch.query_start.astype(np.int64))
+    if (counts < 0).any() or batch.query_start[0] != 0 or batch.query_start[-1] != total:
+        raise ValueError(f"query_start {batch.query_start.tolist()}: expected to rise from 0 to {total}")
+    if len(set(batch.seat.tolist())) < len(batch.seat):
+        raise ValueError(f"seat {batch.seat.tolist()}: expected each seat once in a batch")
+    for index, seat in enumerate(batch.seat.tolist()):
+        start, count = int(batch.start[index]), int(counts[index])
+        if not 0 <= seat < len(seats.capacity):
+            raise ValueError(f"seat[{index}] = {seat}: expected one in [0, {len(seats.capacity)})")
+        if start < 0 or start + count >= 1 << 31:
+            raise ValueError(f"start[{index}] = {start}: expected a position, with {count} queries below 2**31")
+        capacity, extents = int(seats.capacity[seat]), seats.extents_of(seat)
+        if extents.size and extents.max() >= len(state.held) // seats.extent_rows:
+            raise ValueError(f"seat {seat}: extents {extents.tolist()} reach beyond the arena's {len(state.held)} rows")
+        if state.listed[seat]:
+            order = state.order[seats.rows(seat)]
+            if ((order < 0) | (order >= len(state.held))).any():
+                raise ValueError(f"seat {seat}: its order is broken; was its capacity changed without a reset?")
+        if (state.listed[seat] or start + count > capacity) and count * (width + 1) > capacity:
+            raise PoolExhausted(
+                f"seat {seat}: {count} queries that select {width} rows each need {count * (width + 1)} slots, it has "
+                f"{capacity}; raise selection.slots"
+            )
+
+
+def _check_arrays(batch: SelectionBatch) -> None:
+    fields = (("selected", 2), ("query_start", 1), ("seat", 1), ("start", 1), ("pages", 2))
+    for name, ndim in fields:
+        array = getattr(batch, name)
+        if not isinstance(array, np.ndarray) or array.dtype != np.int32:
+            kind = f"{array.dtype} array" if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"{name}: expected a numpy array of int32, got {kind}")
+        if array.ndim != ndim or (array.size > 1 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+            raise ValueError(f"{name} {array.shape}: expected {ndim} dimensions, the last one contiguous")
+    requests = len(batch.seat)
+    if len(batch.query_start) != requests + 1 or len(batch.start) != requests or len(batch.pages) != requests:
+        raise ValueError(
+            f"query_start {batch.query_start.shape}, start {batch.start.shape}, pages {batch.pages.shape}: expected "
+            f"{requests + 1}, {requests} and {requests} by seat {batch.seat.shape}"
+        )
+    if batch.page_tokens < 1:
+        raise ValueError(f"page_tokens = {batch.page_tokens}: expected at least 1")
+
+
+def _in_place(state: SlotState, request: _Request, eager_rows: int) -> _Moves:
+    """Slot p is for position p."""
+    seat, start, rows = request.seat, request.start, request.rows
+    length = start + request.count
+    state.held[rows[state.length[seat] : start]] = -1  # a gap: rows of positions that came by without a step
+    filled = min(int(state.filled[seat]), start)
+    known = request.chosen[request.chosen < start]
+    absent = known[state.held[rows[known]] < 0]
+    fetch = absent
+    if start <= eager_rows:
+        below = np.arange(filled, min(start, request.paged))
+        fetch = below[state.held[rows[below]] < 0]
+        filled = max(filled, min(start, request.paged))
+    state.held[rows[fetch]] = fetch
+    state.held[rows[start:length]] = np.arange(start, length)
+    state.filled[seat] = length if filled == start else filled
+    state.length[seat] = length
+    return _Moves(fetch, rows[fetch], rows[start:length], len(absent), 0)
+
+
+def _listed(state: SlotState, request: _Request) -> _Moves:
+    """Any slot for any position, exact LRU."""
+    seat, start, rows = request.seat, request.start, request.rows
+    if not state.listed[seat]:
+        state.held[rows[min(start, int(state.length[seat])) :]] = -1
+        empty = state.held[rows] < 0
+        state.order[rows] = np.concatenate([rows[empty], rows[~empty]])
+        state.listed[seat] = 1
+        state.filled[seat] = 0
+    order = state.order[rows]
+    held = state.held[order]
+    held[held >= start] = -1
+    state.held[order] = held
+    hit = np.isin(held, request.chosen) & (held >= 0)
+    empty, old = order[held < 0], order[(held >= 0) & ~hit]
+    known = request.chosen[request.chosen < start]
+    fetch = known[~np.isin(known, held)]
+    victims = np.concatenate([empty, old])
+    new, into, rest = np.split(victims, [request.count, request.count + len(fetch)])
+    state.held[new] = np.arange(start, start + request.count)
+    state.held[into] = fetch
+    state.order[rows] = np.concatenate([rest, order[hit], into, new])
+    state.length[seat] = start + request.count
+    return _Moves(fetch, into, new, len(fetch), max(0, request.count + len(fetch) - len(empty)))
+
+
+def _rows_of(state: SlotState, request: _Request, positions: Int64) -> Int64:
+    """Return the arena row that holds each position; any row where none does."""
+    if not state.listed[request.seat]:
+        return request.rows[np.clip(positions, 0, len(request.rows) - 1)]
+    by_position = request.rows[np.argsort(state.held[request.rows])]
+    return by_position[np.searchsorted(state.held[by_position], positions).clip(max=len(by_position) - 1)]
+
+
+def _distinct(positions: Int64) -> Int64:
+    """Return each position once, in the order of first occurrence."""
+    return positions[np.sort(np.unique(positions, return_index=True)[1])]
