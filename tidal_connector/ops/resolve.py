@@ -138,6 +138,7 @@ def resolve(
         raise NativeOpMissing("resolve has no native implementation yet; take the reference")
     resolve_reference.check_batch(state, seats, batch)
     counts = resolve_reference.resolve(state, seats, batch, eager_rows, buffers)
-    slots, written, miss_start = buffers.reserve(*batch.selected.shape, len(batch.seat))
+    queries, width = batch.selected.shape
+    slots, written, miss_start = buffers.reserve(queries, width, len(batch.seat))
     fetched, *totals = counts
     return Resolved(slots, written, buffers.miss_rows[:fetched], buffers.miss_slots[:fetched], miss_start, *totals)

@@ -37,7 +37,7 @@ class _Request(NamedTuple):
 
     seat: int
     start: int
-    count: int
+    queries: int
     rows: Int64
     paged: int
     chosen: Int64
@@ -55,10 +55,11 @@ class _Moves(NamedTuple):
 
 def resolve(state: SlotState, seats: Seats, batch: SelectionBatch, eager_rows: int, buffers: ResolveBuffers) -> Counts:
     """Do what the public operator says; the batch has passed ``check_batch``."""
-    slots, written, miss_start = buffers.reserve(*batch.selected.shape, len(batch.seat))
+    total, width = batch.selected.shape
+    slots, written, miss_start = buffers.reserve(total, width, len(batch.seat))
     paged = batch.pages.shape[1] * batch.page_tokens
     fetched: list[tuple[Int64, Int64]] = []
-    totals = np.zeros(6, np.int64)
+    totals = Counts(0, 0, 0, 0, 0, 0)
     miss_start[0] = 0
     for index, seat in enumerate(batch.seat.tolist()):
         first, end = batch.query_start[index : index + 2].tolist()
@@ -66,25 +67,26 @@ def resolve(state: SlotState, seats: Seats, batch: SelectionBatch, eager_rows: i
         limit = np.minimum(start + 1 + np.arange(end - first), paged)[:, np.newaxis]
         valid = (selected >= 0) & (selected < limit)
         request = _Request(seat, start, end - first, seats.rows(seat), paged, _distinct(selected[valid]))
-        listed = state.listed[seat] or start + request.count > len(request.rows)
+        listed = state.listed[seat] or start + request.queries > len(request.rows)
         moves = _listed(state, request) if listed else _in_place(state, request, eager_rows)
         slots[first:end] = np.where(valid, _rows_of(state, request, selected), -1)
         written[first:end] = moves.new
         page, offset = np.divmod(moves.fetch, batch.page_tokens)
         fetched.append((batch.pages[index, page].astype(np.int64) * batch.page_tokens + offset, moves.into))
         miss_start[index + 1] = miss_start[index] + len(moves.fetch)
-        totals += (
-            len(moves.fetch),
-            len(request.chosen) - moves.misses,
-            moves.misses,
-            len(moves.fetch) - moves.misses,
-            moves.evictions,
-            np.count_nonzero(~valid & (selected != -1)),
+        totals = Counts(
+            fetched=totals.fetched + len(moves.fetch),
+            hits=totals.hits + len(request.chosen) - moves.misses,
+            misses=totals.misses + moves.misses,
+            loads=totals.loads + len(moves.fetch) - moves.misses,
+            evictions=totals.evictions + moves.evictions,
+            invalid=totals.invalid + int(np.count_nonzero(~valid & (selected != -1))),
         )
-    buffers.reserve_misses(int(totals[0]))
-    for out, parts in zip((buffers.miss_rows, buffers.miss_slots), zip(*fetched, strict=True), strict=False):
-        out[: totals[0]] = np.concatenate(parts)
-    return Counts(*totals.tolist())
+    buffers.reserve_misses(totals.fetched)
+    for index, (rows, into) in enumerate(fetched):
+        part = slice(miss_start[index], miss_start[index + 1])
+        buffers.miss_rows[part], buffers.miss_slots[part] = rows, into
+    return totals
 
 
 def check_batch(state: SlotState, seats: Seats, batch: SelectionBatch) -> None:
@@ -114,8 +116,8 @@ def check_batch(state: SlotState, seats: Seats, batch: SelectionBatch) -> None:
         if extents.size and extents.max() >= len(state.held) // seats.extent_rows:
             raise ValueError(f"seat {seat}: extents {extents.tolist()} reach beyond the arena's {len(state.held)} rows")
         if state.listed[seat]:
-            order = state.order[seats.rows(seat)]
-            if ((order < 0) | (order >= len(state.held))).any():
+            listed = state.order[seats.rows(seat)]
+            if ((listed < 0) | (listed >= len(state.held))).any():
                 raise ValueError(f"seat {seat}: its order is broken; was its capacity changed without a reset?")
         if (state.listed[seat] or start + count > capacity) and count * (width + 1) > capacity:
             raise PoolExhausted(
@@ -146,7 +148,7 @@ def _check_arrays(batch: SelectionBatch) -> None:
 def _in_place(state: SlotState, request: _Request, eager_rows: int) -> _Moves:
     """Slot p is for position p."""
     seat, start, rows = request.seat, request.start, request.rows
-    length = start + request.count
+    length = start + request.queries
     state.held[rows[state.length[seat] : start]] = -1  # a gap: rows of positions that came by without a step
     filled = min(int(state.filled[seat]), start)
     known = request.chosen[request.chosen < start]
@@ -172,21 +174,21 @@ def _listed(state: SlotState, request: _Request) -> _Moves:
         state.order[rows] = np.concatenate([rows[empty], rows[~empty]])
         state.listed[seat] = 1
         state.filled[seat] = 0
-    order = state.order[rows]
-    held = state.held[order]
+    order = state.order[rows].astype(np.int64)
+    held = state.held[order].astype(np.int64)
     held[held >= start] = -1
     state.held[order] = held
     hit = np.isin(held, request.chosen) & (held >= 0)
-    empty, old = order[held < 0], order[(held >= 0) & ~hit]
+    vacant, old = order[held < 0], order[(held >= 0) & ~hit]
     known = request.chosen[request.chosen < start]
     fetch = known[~np.isin(known, held)]
-    victims = np.concatenate([empty, old])
-    new, into, rest = np.split(victims, [request.count, request.count + len(fetch)])
-    state.held[new] = np.arange(start, start + request.count)
+    victims = np.concatenate([vacant, old])
+    new, into, rest = np.split(victims, [request.queries, request.queries + len(fetch)])
+    state.held[new] = np.arange(start, start + request.queries)
     state.held[into] = fetch
     state.order[rows] = np.concatenate([rest, order[hit], into, new])
-    state.length[seat] = start + request.count
-    return _Moves(fetch, into, new, len(fetch), max(0, request.count + len(fetch) - len(empty)))
+    state.length[seat] = start + request.queries
+    return _Moves(fetch, into, new, len(fetch), max(0, request.queries + len(fetch) - len(vacant)))
 
 
 def _rows_of(state: SlotState, request: _Request, positions: Int64) -> Int64:
@@ -194,9 +196,11 @@ def _rows_of(state: SlotState, request: _Request, positions: Int64) -> Int64:
     if not state.listed[request.seat]:
         return request.rows[np.clip(positions, 0, len(request.rows) - 1)]
     by_position = request.rows[np.argsort(state.held[request.rows])]
-    return by_position[np.searchsorted(state.held[by_position], positions).clip(max=len(by_position) - 1)]
+    found: Int64 = by_position[np.searchsorted(state.held[by_position], positions).clip(max=len(by_position) - 1)]
+    return found
 
 
 def _distinct(positions: Int64) -> Int64:
     """Return each position once, in the order of first occurrence."""
-    return positions[np.sort(np.unique(positions, return_index=True)[1])]
+    first: Int64 = np.unique(positions, return_index=True)[1]
+    return positions[np.sort(first)]

@@ -67,7 +67,8 @@ class Seats:
             ValueError: its extents do not cover its capacity.
         """
         slots = np.arange(self.capacity[seat])
-        return self.extents_of(seat)[slots // self.extent_rows] * self.extent_rows + slots % self.extent_rows
+        extent: npt.NDArray[np.int64] = self.extents_of(seat)[slots // self.extent_rows]
+        return extent * self.extent_rows + slots % self.extent_rows
 
 
 @dataclass(slots=True, frozen=True, eq=False)
