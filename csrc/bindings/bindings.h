@@ -5,4 +5,6 @@
 
 #include <nanobind/nanobind.h>
 
-void bind_gather(nanobind::module_& module);
+void bind_copy(nanobind::module_& module);
+void bind_stream(nanobind::module_& module);
+void bind_resolve(nanobind::module_& module);

@@ -6,5 +6,6 @@
 NB_MODULE(_native, module) {
   module.doc() = "Native operators of tidal_connector; use tidal_connector.ops, which checks arguments.";
   module.def("version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
-  bind_gather(module);
+  bind_copy(module);
+  bind_stream(module);
 }

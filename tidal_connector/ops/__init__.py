@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from tidal_connector.ops.gather import Implementation, gather_rows
-from tidal_connector.ops.resolve import ResolveBuffers, Resolved, SelectionBatch, resolve
+from tidal_connector.ops.gather_selection import gather_selection_kv_cache
+from tidal_connector.ops.gather_selection_call import SelectionTraffic
+from tidal_connector.ops.resolve import resolve
+from tidal_connector.ops.resolve_types import ResolveBuffers, Resolved, SelectionBatch
 from tidal_connector.ops.slots import Seats, SlotState
 
 __all__ = [
@@ -13,7 +16,9 @@ __all__ = [
     "Resolved",
     "Seats",
     "SelectionBatch",
+    "SelectionTraffic",
     "SlotState",
     "gather_rows",
+    "gather_selection_kv_cache",
     "resolve",
 ]

@@ -7,29 +7,16 @@ to, bit for bit. Keeps nothing; the thread that owns the state.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tidal_connector.errors import PoolExhausted
+from tidal_connector.ops.resolve_types import Counts, ResolveBuffers, SelectionBatch
 from tidal_connector.ops.slots import Seats, SlotState
 
-if TYPE_CHECKING:
-    from tidal_connector.ops.resolve import ResolveBuffers, SelectionBatch
-
 Int64 = npt.NDArray[np.int64]
-
-
-class Counts(NamedTuple):
-    """Totals of a batch, as ``Resolved`` explains them."""
-
-    fetched: int
-    hits: int
-    misses: int
-    loads: int
-    evictions: int
-    invalid: int
 
 
 class _Request(NamedTuple):
@@ -55,8 +42,9 @@ class _Moves(NamedTuple):
 
 def resolve(state: SlotState, seats: Seats, batch: SelectionBatch, eager_rows: int, buffers: ResolveBuffers) -> Counts:
     """Do what the public operator says; the batch has passed ``check_batch``."""
-    total, width = batch.selected.shape
-    slots, written, miss_start = buffers.reserve(total, width, len(batch.seat))
+    buffers.reserve(batch)
+    slots = buffers.slots[: batch.selected.size].reshape(batch.selected.shape)
+    written, miss_start = buffers.written, buffers.miss_start
     paged = batch.pages.shape[1] * batch.page_tokens
     fetched: list[tuple[Int64, Int64]] = []
     totals = Counts(0, 0, 0, 0, 0, 0)

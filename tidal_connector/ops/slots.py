@@ -25,8 +25,9 @@ class Seats:
     Slot ``s`` of a seat is arena row ``extents[seat, s // extent_rows] * extent_rows + s % extent_rows``.
 
     Attributes:
-        capacity: int32 ``[seats]``, slots of each seat; 0: the seat is free. It may change between two steps while the
-            seat is in place (see ``SlotState``): grow by added extents, or shrink to make the seat listed.
+        capacity: int32 ``[seats]``, slots of each seat; 0: the seat is free. While the seat is in place (see
+            ``SlotState``) it may change between two steps: grow, by extents whose rows are empty
+            (``SlotState.forget``), or shrink, by the last ones. A listed seat has to be reset for that.
         extents: int32 ``[seats, max_extents]``; the first ``ceil(capacity / extent_rows)`` of each seat count.
         extent_rows: arena rows of an extent.
 
@@ -66,7 +67,7 @@ class Seats:
         Raises:
             ValueError: its extents do not cover its capacity.
         """
-        slots = np.arange(self.capacity[seat])
+        slots = np.arange(int(self.capacity[seat]))
         extent: npt.NDArray[np.int64] = self.extents_of(seat)[slots // self.extent_rows]
         return extent * self.extent_rows + slots % self.extent_rows
 
@@ -126,6 +127,10 @@ class SlotState:
         self.listed[seat] = 0
         self.filled[seat] = 0
         self.length[seat] = 0
+
+    def forget(self, rows: npt.NDArray[np.integer[Any]]) -> None:
+        """Empty arena rows that are about to join a seat in place."""
+        self.held[rows] = -1
 
     def check(self, seats: Seats) -> None:
         """Verify the invariants of all seats, in time O(slots).
