@@ -8,4 +8,5 @@ NB_MODULE(_native, module) {
   module.def("version", [] { return TIDAL_VERSION; }, "Version of the package this library was built from.");
   bind_copy(module);
   bind_stream(module);
+  bind_resolve(module);
 }
