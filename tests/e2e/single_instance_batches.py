@@ -17,14 +17,19 @@ TOP_K = 64
 def make_batch(name: str) -> list[Ask]:
     """Return a batch by its name; always the same one.
 
+    * ``short``: four requests whose contexts never exceed the smallest cache.
     * ``alone``: one request, whose context crosses 256 and goes on.
-    * ``few``: four requests at once, of which one is shorter than any cache at its end.
+    * ``few``: four requests at once, of which one is short and one crosses 256.
     * ``crowd``: up to eight at once, of 32 to 6,000 tokens, joining while others run; one leaves early.
     * ``turns``: a shared prefix, a prompt that comes again, and requests that go on from an answer.
     * ``pressure``: ten requests of which a pool of 48 blocks holds two or three.
     * ``flood``: two requests that have the device to themselves for a while, then six more.
     """
     return BATCHES[name]()
+
+
+def _short() -> list[Ask]:
+    return _asks(30, [(20, 40, 0), (33, 31, 0), (1, 50, 0), (40, 24, 0)])
 
 
 def _alone() -> list[Ask]:
@@ -89,5 +94,13 @@ def _asks(seed: int, shape: list[tuple[int, int, int]]) -> list[Ask]:
     ]
 
 
-BATCHES = {"alone": _alone, "few": _few, "crowd": _crowd, "turns": _turns, "pressure": _pressure, "flood": _flood}
+BATCHES = {
+    "short": _short,
+    "alone": _alone,
+    "few": _few,
+    "crowd": _crowd,
+    "turns": _turns,
+    "pressure": _pressure,
+    "flood": _flood,
+}
 """Every batch by its name."""

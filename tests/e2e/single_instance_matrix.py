@@ -57,12 +57,14 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = {
-    "v32-64": Case("v32", TOP_K, ("alone", "few", "crowd")),
+    "v32-64": Case("v32", TOP_K, ("short", "alone", "few", "crowd")),
     "v32-128-cached-tight": Case("v32", 2 * TOP_K, ("pressure", "turns"), cached=True, blocks=TIGHT),
-    "v32-256-cached": Case("v32", 4 * TOP_K, ("few", "crowd", "turns"), cached=True),
+    "v32-256-cached": Case("v32", 4 * TOP_K, ("short", "few", "crowd", "turns"), cached=True),
     "v32-128-adaptive": Case("v32", 2 * TOP_K, ("alone", "flood"), adaptive_rows=1600),
     "glm-64-tight": Case("glm", TOP_K, ("pressure", "turns"), blocks=TIGHT),
-    "glm-128-cached": Case("glm", 2 * TOP_K, ("alone", "crowd", "turns"), cached=True, selection={"threads": 2}),
+    "glm-128-cached": Case(
+        "glm", 2 * TOP_K, ("short", "alone", "crowd", "turns"), cached=True, selection={"threads": 2}
+    ),
     "glm-256": Case("glm", 4 * TOP_K, ("few", "crowd"), selection={"prefetch": False}),
     "glm-64-cached-adaptive": Case("glm", TOP_K, ("flood", "crowd"), cached=True, adaptive_rows=1400),
     "glm-256-cached-adaptive-tight": Case(
