@@ -173,18 +173,6 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], error: 
         gather_rows(**{**fine, **change})  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def no_native(monkeypatch: pytest.MonkeyPatch) -> object:
-    from tidal_connector.ops import gather as module
-
-    monkeypatch.setenv("TIDAL_NATIVE", "missing.so")
-    native.load.cache_clear()
-    module._default.cache_clear()
-    yield
-    native.load.cache_clear()
-    module._default.cache_clear()
-
-
 def test_without_the_native_module_numpy_does_it_and_says_so_once(
     no_native: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ _MODULE = "tidal_connector._native"
 
 
 class CopyPath(enum.IntEnum):
-    """Ways to copy a row, as ``csrc/include/tidal/gather.h`` numbers them."""
+    """Ways to copy a row, as ``csrc/include/tidal/copy.h`` numbers them."""
 
     SCALAR = 0
     AVX2 = 1
@@ -61,6 +62,23 @@ def paths() -> list[CopyPath]:
     return [path for path in CopyPath if module.has_path(path)]
 
 
+def copy_rows(
+    source: npt.NDArray[np.uint8],
+    source_rows: npt.NDArray[np.int64],
+    destination: npt.NDArray[np.uint8],
+    destination_rows: npt.NDArray[np.int64],
+    threads: int = 1,
+    path: CopyPath | None = None,
+) -> int:
+    """Do what ``reference.copy_rows`` does, on one copy path (None: the best).
+
+    Raises:
+        NativeOpMissing: the native module is not there.
+    """
+    module = load()
+    return int(module.copy_rows(source, source_rows, destination, destination_rows, threads, _number(module, path)))
+
+
 def gather_rows(
     pool: npt.NDArray[np.uint8],
     slots: npt.NDArray[np.int64],
@@ -74,5 +92,27 @@ def gather_rows(
         NativeOpMissing: the native module is not there.
     """
     module = load()
-    chosen = module.best_path() if path is None else path
-    return int(module.gather_rows(pool, slots, out, threads, int(chosen)))
+    return int(module.copy_rows(pool, slots, out[np.newaxis], None, threads, _number(module, path)))
+
+
+def copy_stream(threads: int, path: CopyPath | None = None) -> Any:
+    """Return the native side of a ``CopyStream``, on one copy path (None: the best).
+
+    Raises:
+        NativeOpMissing: the native module is not there.
+    """
+    module = load()
+    return module.CopyStream(threads, _number(module, path))
+
+
+def move_set(sources: list[npt.NDArray[np.uint8]], destinations: list[npt.NDArray[np.uint8]]) -> Any:
+    """Return the native side of a ``MoveSet``; arrays are ``[pages, page_tokens, row_bytes]``.
+
+    Raises:
+        NativeOpMissing: the native module is not there.
+    """
+    return load().MoveSet(sources, destinations)
+
+
+def _number(module: ModuleType, path: CopyPath | None) -> int:
+    return int(module.best_path() if path is None else path)

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "tidal/stream.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace tidal {
+namespace {
+
+using Clock = CopyStream::Clock;
+
+constexpr int64_t kSmallestPart = 64;  // rows that a thread takes at least, some 5 us of copying
+constexpr int kAnyNumber = 1 << 20;
+// How long a waiter looks before it sleeps: sleeping and waking cost it more than that.
+constexpr auto kSpin = std::chrono::microseconds(20);
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+std::unique_ptr<int64_t[]> copy_of(const int64_t* from, int64_t count) {
+  std::unique_ptr<int64_t[]> to(new int64_t[static_cast<size_t>(count)]);
+  std::copy_n(from, count, to.get());
+  return to;
+}
+
+}  // namespace
+
+RowNumbers::RowNumbers(const int64_t* source_rows, const int64_t* destination_rows, int64_t count)
+    : source(copy_of(source_rows, count)),
+      destination(copy_of(destination_rows, count)),
+      count(count),
+      written(
+          std::count_if(destination_rows, destination_rows + count, [](int64_t row) { return row >= 0; })) {}
+
+// A copy that any number of threads can join: each takes rows that nobody has taken until none are left.
+struct CopyStream::Job {
+  RowCopy copy;
+  CopyPath path;
+  std::shared_ptr<const RowNumbers> rows;  // empty where the caller of run() keeps them
+  int64_t after = 0;
+  int64_t bytes = 0;
+  int most = kAnyNumber;  // threads at once
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> done{false};
+  // Guarded by the stream's mutex.
+  bool begun = false;
+  int runners = 0;
+
+  bool open() const {
+    return !begun || (next.load(std::memory_order_relaxed) < copy.count && runners < most);
+  }
+
+  void work() {
+    int64_t first = next.load(std::memory_order_relaxed);
+    while (first < copy.count) {
+      // Half of what is left, so that somebody who joins late finds something to do.
+      const int64_t left = copy.count - first;
+      const int64_t part = std::min(left, std::max(kSmallestPart, left / 2));
+      if (next.compare_exchange_weak(first, first + part, std::memory_order_relaxed)) {
+        copy_part(copy, first, first + part, path);
+        first = next.load(std::memory_order_relaxed);
+      }
+    }
+  }
+};
+
+CopyStream::CopyStream(int threads) : owner_(getpid()) {
+  try {
+    start_threads(threads);
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+CopyStream::~CopyStream() { close(); }
+
+bool CopyStream::usable() const { return getpid() == owner_; }
+
+CopyStream::Lock CopyStream::enter() {
+  if (!usable()) throw std::runtime_error("a copy stream serves only the process that made it");
+  return Lock(mutex_);
+}
+
+void CopyStream::start_threads(int count) {
+  while (static_cast<int>(threads_.size()) < count) threads_.emplace_back(&CopyStream::serve, this);
+}
+
+int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<const RowNumbers> rows,
+                           int64_t after, CopyPath path) {
+  std::vector<std::shared_ptr<Job>> jobs(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    auto job = std::make_shared<Job>();
+    job->copy = {moves[i].source, moves[i].destination, rows->source.get(), rows->destination.get(),
+                 rows->count};
+    job->path = path;
+    job->rows = rows;
+    job->after = after;
+    job->bytes = rows->written * moves[i].source.row_bytes;
+    jobs[static_cast<size_t>(i)] = std::move(job);
+  }
+  int64_t ticket;
+  {
+    const Lock lock = enter();
+    if (closed_) throw std::runtime_error("the copy stream is closed");
+    ticket = last_issued() + 1;
+    jobs_.insert(jobs_.end(), std::make_move_iterator(jobs.begin()), std::make_move_iterator(jobs.end()));
+  }
+  work_.notify_all();
+  return ticket;
+}
+
+Waited CopyStream::wait(int64_t ticket, Clock::time_point deadline) {
+  return wait_for(ticket, ticket, deadline);
+}
+
+Waited CopyStream::settle(int64_t ticket, Clock::time_point deadline) {
+  return wait_for(1, ticket, deadline);
+}
+
+Waited CopyStream::wait_for(int64_t first, int64_t last, Clock::time_point deadline) {
+  Lock lock = enter();
+  if (pending(first, last) == nullptr) return Waited::kReady;
+  statistics_.late += 1;
+  Waited outcome = Waited::kWaited;
+  while (const std::shared_ptr<Job> job = pending(first, last)) {
+    if (Clock::now() >= deadline) return Waited::kTimeout;
+    if (const std::shared_ptr<Job> mine = next_open(first, last)) {
+      if (!mine->begun) outcome = Waited::kRan;
+      work_on(mine, lock, statistics_.stolen_seconds);
+      continue;
+    }
+    if (const std::shared_ptr<Job> before = next_open(1, job->after)) {
+      work_on(before, lock, statistics_.stolen_seconds);
+      continue;
+    }
+    const Clock::time_point start = Clock::now();
+    const int64_t seen = finishes_;
+    lock.unlock();
+    while (finishes_ == seen && Clock::now() < std::min(deadline, start + kSpin)) relax();
+    lock.lock();
+    if (finishes_ == seen) finished_.wait_until(lock, deadline);
+    statistics_.waited_seconds += seconds_since(start);
+  }
+  return outcome;
+}
+
+void CopyStream::run(const RowCopy& copy, int threads, CopyPath path) {
+  auto job = std::make_shared<Job>();
+  job->copy = copy;
+  job->path = path;
+  job->most = threads;
+  Lock lock = enter();
+  start_threads(threads - 1);
+  jobs_.push_back(job);
+  for (int other = 1; other < threads; ++other) work_.notify_one();
+  work_on(job, lock, statistics_.stolen_seconds);
+  finished_.wait(lock, [&] { return job->done.load(); });
+}
+
+bool CopyStream::done(int64_t ticket) {
+  const Lock lock = enter();
+  return pending(ticket, ticket) == nullptr;
+}
+
+int64_t CopyStream::newest() {
+  const Lock lock = enter();
+  return last_issued();
+}
+
+StreamStatistics CopyStream::statistics() {
+  const Lock lock = enter();
+  return statistics_;
+}
+
+void CopyStream::close() {
+  const std::lock_guard<std::mutex> once(closing_);
+  {
+    Lock lock = enter();
+    closed_ = true;
+    work_.notify_all();
+    while (!jobs_.empty()) {
+      if (const std::shared_ptr<Job> job = next_open(1, INT64_MAX)) {
+        work_on(job, lock, statistics_.stolen_seconds);
+      } else {
+        finished_.wait(lock);
+      }
+    }
+  }
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+// The oldest copy of these tickets that is not done.
+std::shared_ptr<CopyStream::Job> CopyStream::pending(int64_t first, int64_t last) const {
+  for (int64_t ticket = std::max(first, first_); ticket <= std::min(last, last_issued()); ++ticket) {
+    const std::shared_ptr<Job>& job = jobs_[static_cast<size_t>(ticket - first_)];
+    if (!job->done) return job;
+  }
+  return nullptr;
+}
+
+// The oldest copy of these tickets that can be begun or joined now.
+std::shared_ptr<CopyStream::Job> CopyStream::next_open(int64_t first, int64_t last) const {
+  for (int64_t ticket = std::max(first, first_); ticket <= std::min(last, last_issued()); ++ticket) {
+    const std::shared_ptr<Job>& job = jobs_[static_cast<size_t>(ticket - first_)];
+    if (!job->done && job->open() && job->after < first_) return job;
+  }
+  return nullptr;
+}
+
+void CopyStream::work_on(const std::shared_ptr<Job>& job, Lock& lock, double& seconds) {
+  job->begun = true;
+  job->runners += 1;
+  lock.unlock();
+  const Clock::time_point start = Clock::now();
+  job->work();
+  const double spent = seconds_since(start);
+  lock.lock();
+  seconds += spent;
+  job->runners -= 1;
+  if (job->runners == 0) finish(*job);
+}
+
+// Called by the last thread that leaves a copy; a thread leaves when there are no rows left to take.
+void CopyStream::finish(Job& job) {
+  statistics_.jobs += 1;
+  statistics_.bytes += job.bytes;
+  job.done = true;
+  while (!jobs_.empty() && jobs_.front()->done) {
+    jobs_.pop_front();
+    first_ += 1;
+  }
+  finishes_ += 1;
+  finished_.notify_all();
+  if (!jobs_.empty() || closed_) work_.notify_all();
+}
+
+void CopyStream::serve() {
+  Lock lock(mutex_);
+  while (true) {
+    if (const std::shared_ptr<Job> job = next_open(1, INT64_MAX)) {
+      work_on(job, lock, statistics_.busy_seconds);
+    } else if (closed_ && jobs_.empty()) {
+      return;
+    } else {
+      work_.wait(lock);
+    }
+  }
+}
+
+}  // namespace tidal
