@@ -351,6 +351,41 @@ def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where:
 
 # --- environment ---
 
+_SWITCH = "VLLM_DSA_KV_OFFLOAD"
+_HUGEPAGE_PATH = "VLLM_DSA_OFFLOAD_HUGEPAGE_PATH"
+
+
+def offload_asked() -> bool:
+    """Whether ``VLLM_DSA_KV_OFFLOAD`` asks for the latents in the host pool.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(_SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{_SWITCH} = {value!r}: expected 1 (latents in the host pool) or 0")
+    return value == "1"
+
+
+def with_aliases(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Add to ``kv_connector_extra_config`` what the variables of TidalCache ask for and it does not say itself.
+
+    Returns:
+        The table, and one line for the log for each variable that was heard.
+
+    Raises:
+        ConfigError: a variable has a value that it cannot have.
+    """
+    merged, notes = dict(extra), []
+    if offload_asked() and "offload" not in extra:
+        merged["offload"] = str(Offload.ON)
+        notes.append(f'{_SWITCH}=1 is taken for offload = "on"')
+    path, pool = os.environ.get(_HUGEPAGE_PATH), extra.get("pool", {})
+    if path and isinstance(pool, Mapping) and "path" not in pool:
+        merged["pool"] = {"pages": str(PageKind.HUGETLBFS), **pool, "path": path}
+        notes.append(f"{_HUGEPAGE_PATH}={path} is taken for pool.path")
+    return merged, notes
+
 
 def native_library_path() -> str | None:
     """Return ``TIDAL_NATIVE``: a native module to load instead of the installed one (development)."""

@@ -38,7 +38,7 @@ COUNTERS: Mapping[str, str] = {
     "selection_spills": "requests that lost their full residency because others needed the room",
     "selection_without_slots": "steps of a request for which the selection cache had no room",
     "resolve_seconds": "seconds spent on finding hits, misses and victims",
-    "gather_seconds": "seconds in which rows were copied into the selection cache, by whichever thread",
+    "gather_seconds": "seconds spent on copying rows between host pool and selection cache, by whichever thread",
     "prefetch_wait_seconds": "seconds for which attention waited for rows that were still on their way",
     "prefetches": "layers whose rows were fetched ahead of need",
     "prefetches_late": "layers whose rows were not there yet when attention needed them",

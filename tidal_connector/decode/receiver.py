@@ -328,6 +328,15 @@ class Receiver(Party[ReceiveOutcome]):
         self.counters.add("transfers_completed" if ok else "transfers_failed")
         self.counters.add("bytes_received", receive.landed if ok else 0)
         reason = "" if ok else receive.reason
+        logger.debug(
+            "[LAND] request %s transfer %s: %d bytes of tokens %d..%d, %s",
+            record.request,
+            receive.transfer,
+            receive.landed,
+            reserve.first,
+            reserve.end,
+            reason or "complete",
+        )
         self._report(
             ReceiveOutcome(record.request, receive.transfer, ok, reason, receive.landed, reserve.first, reserve.end)
         )

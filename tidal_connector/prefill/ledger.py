@@ -198,6 +198,14 @@ class Ledger:
         except TidalError as error:
             return [sends.PartEnded(part.number, False, True, str(error))]
         self._tickets[ticket] = (send.transfer, part.number)
+        logger.debug(
+            "[PUSH] request %s transfer %s: layer %d, tokens %d..%d",
+            record.request,
+            send.transfer,
+            part.layer,
+            part.first,
+            part.end,
+        )
         return []
 
     def _gone(self, record: Record, now: float) -> None:

@@ -11,19 +11,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidal_connector.config import TidalConfig, load_config
+from tidal_connector.config import TidalConfig, load_config, with_aliases
 from tidal_connector.errors import ConfigError, LayoutMismatch
 from tidal_connector.ids import EngineId
 from tidal_connector.layout import Home, KVLayout, Placement, Region, RegionKind, RegionSpec
+from tidal_connector.log import get_logger
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+
+logger = get_logger(__name__)
 
 INDEX_CACHE_SUFFIX = ".indexer.k_cache"
 _SAMPLE = 1 << 16
@@ -59,16 +63,34 @@ class EngineFacts(msgspec.Struct, frozen=True):
     recompute: bool
 
 
+def settings(vllm_config: VllmConfig) -> TidalConfig:
+    """Read the connector's settings: ``kv_connector_extra_config``, and the variables that stand in for it.
+
+    Raises:
+        ConfigError: there is no KV-transfer configuration, or a setting is wrong.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        raise ConfigError("TidalConnector needs --kv-transfer-config")
+    extra, notes = with_aliases(transfer.kv_connector_extra_config)
+    for note in notes:
+        _say_once(note)
+    return load_config(extra)
+
+
+@cache
+def _say_once(note: str) -> None:
+    logger.info("%s", note)
+
+
 def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
     """Translate the configuration.
 
     Raises:
         ConfigError: the connector's settings are wrong, or the engine uses what the connector cannot serve.
     """
+    config = settings(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    if transfer is None:
-        raise ConfigError("TidalConnector needs --kv-transfer-config")
-    config = load_config(transfer.kv_connector_extra_config)
     parallel = vllm_config.parallel_config
     for name in (
         "tensor_parallel_size",

@@ -107,6 +107,10 @@ class TidalWorker:
         self._pool = self._stack.enter_context(pool)
         self._host_layers = frozenset(latent_layers)
 
+    def before_pool_closes(self, close: Callable[[], None]) -> None:
+        """Call something at the end, before the host pool goes: what still copies rows into it."""
+        self._stack.callback(close)
+
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the caches lie, register them with the transport, and start to listen.
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.vllm
 
 LAYERS, LEADERS, BLOCKS, BLOCK_SIZE = 4, 2, 5, 16
 PAGE = BLOCK_SIZE * 2304
+ARENA = 48
 
 
 def cache_config() -> Any:
@@ -34,7 +35,7 @@ def open_plain(length: int) -> Any:
 def test_latents_are_views_of_the_pool_layer_by_layer_and_page_by_page() -> None:
     from tidal_connector.vllm_plugin.cpu.kv_allocation import allocate
 
-    placement = allocate(cache_config(), 1 << 30, open_plain)
+    placement = allocate(cache_config(), 1 << 30, open_plain, ARENA)
     with placement.pool as pool:
         assert pool.length >= LAYERS * BLOCKS * PAGE
         for layer, name in enumerate(placement.parts.latent):
@@ -54,7 +55,7 @@ def test_latents_are_views_of_the_pool_layer_by_layer_and_page_by_page() -> None
 def test_index_keys_stay_on_the_device() -> None:
     from tidal_connector.vllm_plugin.cpu.kv_allocation import allocate
 
-    placement = allocate(cache_config(), 1 << 30, open_plain)
+    placement = allocate(cache_config(), 1 << 30, open_plain, ARENA)
     with placement.pool as pool:
         for name in placement.parts.index:
             cache = placement.kv_caches[name]
@@ -70,7 +71,7 @@ def test_more_blocks_than_the_pool_holds_are_refused_before_memory_is_taken() ->
     from tidal_connector.vllm_plugin.cpu.kv_allocation import allocate
 
     with pytest.raises(ConfigError, match=rf"5 KV blocks need {LAYERS * BLOCKS * PAGE} bytes of host pool"):
-        allocate(cache_config(), LAYERS * BLOCKS * PAGE - 1, lambda length: pytest.fail("memory was taken"))
+        allocate(cache_config(), LAYERS * BLOCKS * PAGE - 1, lambda length: pytest.fail("memory was taken"), ARENA)
 
 
 def test_every_layer_keeps_its_own_spec() -> None:

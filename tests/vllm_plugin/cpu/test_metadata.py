@@ -61,7 +61,7 @@ def test_no_piece_selects_more_rows_than_the_buffer_holds(
     monkeypatch.setattr(metadata, "PIECE_ENTRIES", entries)
     step, k = batch([(1, 30), (0, 0), (20, 20), (7, 100), (1, 2), (1, 3)], block_size=16, padding=2), 4
     seen: list[tuple[int, int]] = []
-    for part, spans in step.pieces(k, capacity):
+    for part, spans in step.pieces(k, capacity, step.spans):
         most = 0
         for start, stop in spans:
             (owner,) = [s for s in step.spans if s.start <= part.start + start and part.start + stop <= s.stop]
@@ -73,4 +73,4 @@ def test_no_piece_selects_more_rows_than_the_buffer_holds(
     assert [start for start, _ in seen] == [0, *[stop for _, stop in seen[:-1]]]
     assert seen[-1][1] == 30
     if capacity == 10_000 and entries == 1 << 20:
-        assert len(list(step.pieces(k, capacity))) == 1
+        assert len(list(step.pieces(k, capacity, step.spans))) == 1

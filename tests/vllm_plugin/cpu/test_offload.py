@@ -101,9 +101,25 @@ def test_a_model_without_index_keys_cannot_be_split() -> None:
         offload.split(specs(layers=2, leaders=0))
 
 
+def costs(parts: Any, **changed: int) -> Any:
+    from tidal_connector.selection.budget import ModelCosts
+
+    given = {
+        "top_k": 64,
+        "queries": 1,
+        "requests": 2,
+        "context": 1024,
+        "block_size": parts.block_size,
+        "latent_block_bytes": parts.latent_block_bytes,
+        "index_block_bytes": parts.index_block_bytes,
+        **changed,
+    }
+    return ModelCosts(**given)
+
+
 @pytest.mark.parametrize(
     ("pool", "device", "blocks", "limit"),
-    [(10 * 4 * 16 * 2304, 100 * 4 * 16 * 132, 10, "host"), (100 * 4 * 16 * 2304, 7 * 4 * 16 * 132, 7, "device")],
+    [(10 * 4 * 16 * 2304, 100 * 4 * 16 * 132, 10, "host"), (1000 * 4 * 16 * 2304, 700 * 4 * 16 * 132, 385, "device")],
 )
 def test_the_scarcer_memory_decides_and_the_log_says_which(
     caplog: pytest.LogCaptureFixture, pool: int, device: int, blocks: int, limit: str
@@ -115,9 +131,21 @@ def test_the_scarcer_memory_decides_and_the_log_says_which(
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level("INFO", logger=logger.name):
-            found = offload.budget(TidalConfig(pool=PoolConfig(bytes=pool)), parts, device)
+            found = offload.divide(TidalConfig(pool=PoolConfig(bytes=pool)), parts, costs(parts), device)
     finally:
         logger.removeHandler(caplog.handler)
-    assert (found.blocks, found.limit) == (blocks, limit)
+    assert (found.blocks.blocks, found.blocks.limit) == (blocks, limit)
     assert "device KV is 132.0 bytes per token and layer, 2436.0 without offload" in caplog.text
     assert f"{blocks} are used, the {limit} binds" in caplog.text
+    assert f"{found.arena_bytes} bytes on the device" in caplog.text
+    assert f"{found.concurrent(1024)} of 1024 tokens" in caplog.text
+
+
+def test_rows_of_two_sizes_are_refused() -> None:
+    from tidal_connector.vllm_plugin.cpu import offload
+
+    found = specs(layers=2, leaders=2)
+    other = specs(layers=2, leaders=2, block_size=32)
+    name = "model.layers.1.self_attn.attn"
+    with pytest.raises(ConfigError, match="latent rows of one size"):
+        offload.split({**found, name: other[name]})

@@ -95,7 +95,7 @@ def test_a_small_buffer_changes_nothing_but_what_is_gathered() -> None:
     outputs, gathered = [], []
     for capacity in (10_000, 2 * K, K):
         counters, impl = Counters(), make("sparse", buffer)
-        impl.count_into(counters)
+        impl.offload(None, counters)
         step.buffer = RowBuffer(size=capacity * reference.WIDTH * 4)
         outputs.append(impl.forward_mqa(query, cache, step, None)[0])
         gathered.append(counters.snapshot())

@@ -41,7 +41,7 @@ def attend_slots(
         query: ``[n, heads, width]``, any floating dtype.
         rows: ``[m, width]``, any floating dtype: what the queries select, each row once. A query's rows lie close to
             those of its neighbours (in the order in which they first occur in ``slots``).
-        slots: ``[n, k]`` int32, for each query its rows first, then -1.
+        slots: ``[n, k]`` int32 or int64, for each query its rows first, then -1.
         spans: queries ``(start, stop)`` of each request, adjoining and in order, from 0 on. Only queries of one request
             take part in one product: a weight of 0 does not keep out another request's NaN.
         scale: factor of the attention scores.
@@ -107,7 +107,7 @@ def _attend_each(
             scores.masked_fill_((slots[part] < 0).unsqueeze(1), float("-inf"))
         torch.bmm(scores.softmax(dim=-1), keys[..., : output.shape[2]], out=output[part])
     if not in_place:
-        output.masked_fill_((slots[:, :1] < 0).unsqueeze(1), 0.0)
+        output.masked_fill_((slots < 0).all(dim=1).view(-1, 1, 1), 0.0)
 
 
 def attend_context(

@@ -32,20 +32,27 @@ class KvPlacement:
         kv_caches: one tensor ``[blocks, 1, block_size, width]`` per layer.
         pool: the host memory behind the latents; whoever keeps the placement closes it.
         parts: which layers are where.
+        arena: ``[latent caches, rows, row_bytes]`` uint8, the selection cache on the device.
+        index_bytes: device bytes of the index keys, as allocated.
     """
 
     kv_caches: dict[str, torch.Tensor]
     pool: MemoryRegion
     parts: CacheSplit
+    arena: torch.Tensor
+    index_bytes: int
 
 
-def allocate(kv_cache_config: KVCacheConfig, pool_bytes: int, open_pool: Callable[[int], MemoryRegion]) -> KvPlacement:
+def allocate(
+    kv_cache_config: KVCacheConfig, pool_bytes: int, open_pool: Callable[[int], MemoryRegion], arena_rows: int
+) -> KvPlacement:
     """Open the pool and lay the caches out.
 
     Args:
         kv_cache_config: vLLM's configuration; its number of blocks holds for every layer.
         pool_bytes: the configured size of the pool.
         open_pool: opens host memory of a length in bytes.
+        arena_rows: rows of the selection cache in each layer.
 
     Raises:
         ConfigError: the latents of the blocks exceed the pool (vLLM was told a number of blocks by hand).
@@ -64,7 +71,9 @@ def allocate(kv_cache_config: KVCacheConfig, pool_bytes: int, open_pool: Callabl
     host = torch.frombuffer(pool.buffer, dtype=torch.uint8)
     device = torch.zeros(blocks * parts.index_block_bytes, dtype=torch.uint8)
     caches = carve(host, parts.latent, specs, blocks) | carve(device, parts.index, specs, blocks)
-    return KvPlacement(caches, pool, parts)
+    row_bytes = parts.latent_block_bytes // len(parts.latent) // parts.block_size
+    arena = torch.zeros((len(parts.latent), arena_rows, row_bytes), dtype=torch.uint8)
+    return KvPlacement(caches, pool, parts, arena, device.nbytes)
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> dict[str, KVCacheSpec]:

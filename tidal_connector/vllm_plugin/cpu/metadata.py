@@ -6,7 +6,7 @@ Built once per step and KV cache group, on the forward thread, and read by every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -114,19 +114,22 @@ class TidalMLAMetadata(AttentionMetadata):
         requests = self.request_of_token[tokens].numpy()
         return pool_rows(selected.numpy(), self.block_table.numpy(), requests, self.block_size)
 
-    def pieces(self, k: int, capacity: int) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
-        """Cut the step so that what the queries of a piece select fits into a buffer.
+    def pieces(
+        self, k: int, capacity: int, spans: Sequence[RequestSpan]
+    ) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
+        """Cut the step, or a part of it, so that what the queries of a piece select fits into a buffer.
 
         Args:
             k: entries that a query selects at most.
             capacity: rows that the buffer holds, at least ``k``.
+            spans: adjoining requests, in order.
 
         Yields:
             Query tokens of a piece, and within it those of each request as ``(start, stop)`` from 0 on.
         """
-        start, used = 0, 0
+        start, used = spans[0].start if spans else 0, 0
         inside: list[tuple[int, int]] = []
-        for span in self.spans:
+        for span in spans:
             at = span.start
             while at < span.stop:
                 room = span.stop - at if span.length <= capacity - used else (capacity - used) // k
@@ -140,7 +143,7 @@ class TidalMLAMetadata(AttentionMetadata):
                 used += min(count * k, span.length)
                 at += count
         if inside:
-            yield slice(start, self.spans[-1].stop), inside
+            yield slice(start, spans[-1].stop), inside
 
 
 class TidalMLAMetadataBuilder(AttentionMetadataBuilder[TidalMLAMetadata]):

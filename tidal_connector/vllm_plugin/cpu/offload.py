@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from tidal_connector.config import TidalConfig, load_config
+from tidal_connector.config import TidalConfig, offload_asked
 from tidal_connector.errors import ConfigError
-from tidal_connector.layout import BlockBudget, blocks_within
 from tidal_connector.log import get_logger
+from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory
 from tidal_connector.vllm_plugin.plugins import CONNECTOR
+from tidal_connector.vllm_plugin.translate import settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,7 @@ def resolve(vllm_config: VllmConfig) -> TidalConfig | None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return None
-    config = load_config(transfer.kv_connector_extra_config)
+    config = settings(vllm_config)
     if not config.offloads(transfer.kv_role):
         return None
     if getattr(vllm_config.model_config.hf_config, "index_topk", None) is None:
@@ -45,6 +46,18 @@ def resolve(vllm_config: VllmConfig) -> TidalConfig | None:
             'index_topk: set "offload": "off"'
         )
     return config
+
+
+def adopt_switch(vllm_config: VllmConfig) -> None:
+    """Load the connector for a single engine with offload where the environment asks for it and nothing else does.
+
+    ``VLLM_DSA_KV_OFFLOAD=1`` without ``--kv-transfer-config`` is how TidalCache was switched on.
+    """
+    from vllm.config import KVTransferConfig
+
+    if vllm_config.kv_transfer_config is None and offload_asked() and vllm_config.model_config is not None:
+        _log.info("VLLM_DSA_KV_OFFLOAD=1 without --kv-transfer-config: TidalConnector is loaded with kv_role kv_both")
+        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,9 @@ def split(specs: Mapping[str, KVCacheSpec]) -> CacheSplit:
             raise ConfigError(f"{name}: offload takes MLA caches and their index keys, not {type(spec).__name__}")
         (index if spec.cache_role is SparseCacheRole.INDEXER else latent)[name] = spec.page_size_bytes
     sizes = {spec.block_size for spec in specs.values()}
+    if len(set(latent.values())) > 1:
+        pages = sorted(set(latent.values()))
+        raise ConfigError(f"offload needs latent rows of one size in all layers; found pages of {pages} bytes")
     if len(sizes) != 1 or not index or not latent:
         raise ConfigError(
             f"offload needs latents and index keys with one block size; found {len(latent)} latent caches, "
@@ -87,27 +103,43 @@ def split(specs: Mapping[str, KVCacheSpec]) -> CacheSplit:
     return CacheSplit(tuple(latent), tuple(index), sum(latent.values()), sum(index.values()), next(iter(sizes)))
 
 
-def budget(config: TidalConfig, parts: CacheSplit, device_bytes: int) -> BlockBudget:
-    """Say how many blocks fit into the host pool and the device budget, and log what binds.
+def costs(vllm_config: VllmConfig, parts: CacheSplit) -> ModelCosts:
+    """Read from vLLM's configuration what a block, a row and a request cost."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    speculative = vllm_config.speculative_config
+    return ModelCosts(
+        top_k=int(model.hf_config.index_topk),
+        queries=1 + (speculative.num_speculative_tokens or 0 if speculative is not None else 0),
+        requests=scheduler.max_num_seqs,
+        context=model.max_model_len,
+        block_size=parts.block_size,
+        latent_block_bytes=parts.latent_block_bytes,
+        index_block_bytes=parts.index_block_bytes,
+    )
+
+
+def divide(config: TidalConfig, parts: CacheSplit, model: ModelCosts, device_bytes: int) -> MemoryPlan:
+    """Divide the host pool and the device's KV budget, and log what came of it.
 
     Args:
         config: our settings.
         parts: the model's caches.
+        model: what they cost.
         device_bytes: bytes that vLLM grants to KV on the device.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not even one block fits, or the settings of the selection cache contradict that budget.
     """
-    blocks = blocks_within(config.pool.size, parts.latent_block_bytes, device_bytes, parts.index_block_bytes)
-    rows = parts.block_size * len(parts.latent)
+    plan = divide_memory(config, model, device_bytes)
+    blocks, rows = plan.blocks, parts.block_size * len(parts.latent)
     _log.info(
         "latents in host memory: device KV is %.1f bytes per token and layer, %.1f without offload",
         parts.index_block_bytes / rows,
         (parts.index_block_bytes + parts.latent_block_bytes) / rows,
     )
     _log.info(
-        "KV blocks of %d tokens: the host pool of %d bytes holds %d, the device budget of %d bytes holds %d; "
-        "%d are used, the %s binds",
+        "KV blocks of %d tokens: the host pool of %d bytes holds %d, what the selection cache leaves of the device "
+        "budget of %d bytes holds %d; %d are used, the %s binds",
         parts.block_size,
         config.pool.size,
         blocks.pool_blocks,
@@ -116,4 +148,25 @@ def budget(config: TidalConfig, parts: CacheSplit, device_bytes: int) -> BlockBu
         blocks.blocks,
         blocks.limit,
     )
-    return blocks
+    _log.info(
+        "selection cache: %d bytes on the device, %d rows in each layer, %d slots for a request of %s; "
+        "requests at once: %s",
+        plan.arena_bytes,
+        plan.arena_rows,
+        plan.slots,
+        "any length" if plan.most_rows == plan.base_rows else f"any length, up to {plan.most_rows} while there is room",
+        ", ".join(f"{plan.concurrent(n)} of {n} tokens" for n in _examples(plan.slots, model.context)),
+    )
+    if plan.arena_rows < plan.base_rows * plan.requests:
+        _log.warning(
+            "the selection cache holds %d of max_num_seqs = %d requests; further ones fetch all that they select at "
+            "each step: raise the device's KV budget or selection.bytes, or lower max_num_seqs or selection.slots",
+            plan.arena_rows // plan.base_rows,
+            plan.requests,
+        )
+    return plan
+
+
+def _examples(slots: int, context: int) -> list[int]:
+    """Return contexts for which the log says how many requests fit: 16 times the slots, and the longest."""
+    return sorted({min(16 * slots, context), context})

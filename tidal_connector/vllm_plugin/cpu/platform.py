@@ -84,6 +84,7 @@ class TidalCpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         from tidal_connector.vllm_plugin.cpu import offload
 
+        offload.adopt_switch(vllm_config)
         offload.resolve(vllm_config)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == offload.CONNECTOR:

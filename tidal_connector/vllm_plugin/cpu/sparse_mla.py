@@ -8,6 +8,7 @@ for prefill and decode tokens alike (see :mod:`.metadata`). All calls come from 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,12 +18,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tidal_connector.errors import ConfigError
 from tidal_connector.metrics import Counters
-from tidal_connector.vllm_plugin.cpu.attend import attend_context, attend_slots
-from tidal_connector.vllm_plugin.cpu.metadata import TidalMLAMetadata, TidalMLAMetadataBuilder
+from tidal_connector.vllm_plugin.cpu.attend import MANY_QUERIES, attend_context, attend_slots
+from tidal_connector.vllm_plugin.cpu.metadata import RequestSpan, TidalMLAMetadata, TidalMLAMetadataBuilder
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from tidal_connector.vllm_plugin.cpu.selection import LayerSelection
 
 LATENT_WIDTH = 576
 CACHE_DTYPES = ("auto", "bfloat16")
@@ -148,7 +151,11 @@ class _LatentImpl(MLAAttentionImpl[TidalMLAMetadata]):
             return
         count = slot_mapping.shape[0]
         rows = torch.cat((kv_c_normed[:count], k_pe[:count].reshape(count, -1)), dim=-1)
-        write_rows(kv_cache, rows, slot_mapping)
+        self._write(kv_cache, rows, slot_mapping)
+
+    def _write(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the step's rows ``[n, 576]`` where they belong."""
+        write_rows(cache, rows, slots)
 
     def forward_mqa(
         self,
@@ -197,31 +204,77 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
     def __init__(self, *args: Any, **mla: Any) -> None:
         super().__init__(*args, **mla)
         self.init_topk_indices_buffer(mla.get("indexer"), mla.get("topk_indices_buffer"))
+        self._selection: LayerSelection | None = None
         self._counters: Counters | None = None
 
-    def count_into(self, counters: Counters) -> None:
-        """Count from now on what this layer gathers: its rows lie in the host pool."""
+    def offload(self, selection: LayerSelection | None, counters: Counters) -> None:
+        """Know that the rows lie in the host pool: what decodes is served from the selection cache, where there is one,
+        and what is gathered is counted.
+        """
+        self._selection = selection
         self._counters = counters
 
     def record_logical_topk_ready(self) -> None:
-        """Take vLLM's signal that the selection of this layer is final; nothing waits for it on CPU."""
+        """Take vLLM's signal that the selection of this layer is final: its rows are sent for while queries are
+        projected.
+        """
+        if self._selection is not None:
+            self._selection.selected(self._indices())
 
-    def _attend(self, query: torch.Tensor, rows: torch.Tensor, metadata: TidalMLAMetadata) -> torch.Tensor:
+    def _indices(self) -> torch.Tensor:
         # The drafter repoints the buffer after construction, so it is read anew each time.
         indices = self.topk_indices_buffer
         assert indices is not None
-        selected = _trim(indices[: query.shape[0]])
+        return indices
+
+    def _write(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        passed = self._selection.current() if self._selection is not None else None
+        if self._selection is None or passed is None or not self._selection.write(passed, rows):
+            write_rows(cache, rows, slots)
+
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor, metadata: TidalMLAMetadata) -> torch.Tensor:
         output = query.new_zeros((*query.shape[:2], self.kv_lora_rank), dtype=torch.float32)
+        passed = self._selection.current() if self._selection is not None else None
+        if self._selection is None or passed is None:
+            self._attend_rows(query, rows, metadata, metadata.spans, output)
+            return output
+        held, slots = self._selection.read(passed)
+        if isinstance(passed.tokens, slice):
+            attend_slots(query[passed.tokens], held, slots, passed.spans, self.scale, output[passed.tokens])
+        else:
+            part = query.new_zeros((len(passed.tokens), *output.shape[1:]), dtype=torch.float32)
+            attend_slots(query[passed.tokens], held, slots, passed.spans, self.scale, part)
+            output.index_copy_(0, passed.tokens, part)
+        for spans in passed.others:
+            self._attend_rows(query, rows, metadata, spans, output)
+        return output
+
+    def _attend_rows(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: TidalMLAMetadata,
+        spans: Sequence[RequestSpan],
+        output: torch.Tensor,
+    ) -> None:
+        """Attend for adjoining requests to the rows of the cache, through the row buffer, a piece at a time."""
+        selected = _trim(self._indices()[: query.shape[0]])
+        if self._counters is None and all(span.stop - span.start < MANY_QUERIES for span in spans):
+            # The rows are on the device already: a few queries read them where they lie.
+            part = slice(spans[0].start, spans[-1].stop)
+            inside = [(span.start - part.start, span.stop - part.start) for span in spans]
+            slots = torch.from_numpy(metadata.wanted(selected[part], part))
+            attend_slots(query[part], rows, slots, inside, self.scale, output[part])
+            return
         buffer, k = metadata.buffer, selected.shape[1]
         row_bytes, gathered = rows.shape[1] * rows.element_size(), 0
-        for part, spans in metadata.pieces(k, buffer.capacity(row_bytes)):
+        for part, inside in metadata.pieces(k, buffer.capacity(row_bytes), spans):
             held, slots = buffer.fill(rows, metadata.wanted(selected[part], part))
-            attend_slots(query[part], held, slots, spans, self.scale, output[part])
+            attend_slots(query[part], held, slots, inside, self.scale, output[part])
             gathered += held.shape[0]
         if self._counters is not None:
             self._counters.add("rows_gathered", gathered)
             self._counters.add("bytes_gathered", gathered * row_bytes)
-        return output
 
 
 def _trim(selected: torch.Tensor) -> torch.Tensor:

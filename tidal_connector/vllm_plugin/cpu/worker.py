@@ -43,7 +43,8 @@ class TidalCpuWorker(CPUWorker):
         """Return the bytes that vLLM divides into blocks.
 
         With offload that is the size of all blocks, latents included, although only index keys take device
-        memory: the number of blocks is the smaller of what the pool and the device budget hold.
+        memory: the number of blocks is the smaller of what the pool and the device budget hold, after the selection
+        cache has got its share.
 
         Raises:
             ConfigError: not even one block fits.
@@ -53,5 +54,7 @@ class TidalCpuWorker(CPUWorker):
         if config is None:
             return device_bytes
         parts = offload.split(self.get_kv_cache_spec())
-        blocks = offload.budget(config, parts, device_bytes).blocks
-        return blocks * (parts.latent_block_bytes + parts.index_block_bytes)
+        plan = offload.divide(config, parts, offload.costs(self.vllm_config, parts), device_bytes)
+        assert isinstance(self.model_runner, TidalCpuModelRunner)
+        self.model_runner.tidal_memory = plan
+        return plan.blocks.blocks * (parts.latent_block_bytes + parts.index_block_bytes)
