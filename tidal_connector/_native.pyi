@@ -17,9 +17,7 @@ def copy_rows(
 ) -> int: ...
 
 class MoveSet:
-    def __init__(
-        self, sources: list[npt.NDArray[np.uint8]], destinations: list[npt.NDArray[np.uint8]]
-    ) -> None: ...
+    def __init__(self, sources: list[npt.NDArray[np.uint8]], destinations: list[npt.NDArray[np.uint8]]) -> None: ...
 
 class CopyStream:
     def __init__(self, threads: int, path: int) -> None: ...
@@ -74,3 +72,19 @@ def resolve(
     eager_rows: int,
     threads: int,
 ) -> tuple[int, int, int, int, int, int, int]: ...
+def gather_selection_kv_cache(
+    selection_kv: npt.NDArray[np.uint8],
+    selection_rope: npt.NDArray[np.uint8],
+    selection_table: npt.NDArray[np.int32],
+    status: npt.NDArray[np.int32],
+    ids: npt.NDArray[np.int32],
+    full_kv: npt.NDArray[np.uint8],
+    full_rope: npt.NDArray[np.uint8],
+    full_table: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int32],
+    actual: npt.NDArray[np.int32],
+    queries: int,
+    block: int,
+    by_blocks: bool,
+    threads: int,
+) -> tuple[int, int, int, int, int, int]: ...

@@ -8,3 +8,4 @@
 void bind_copy(nanobind::module_& module);
 void bind_stream(nanobind::module_& module);
 void bind_resolve(nanobind::module_& module);
+void bind_gather_selection(nanobind::module_& module);

@@ -9,4 +9,5 @@ NB_MODULE(_native, module) {
   bind_copy(module);
   bind_stream(module);
   bind_resolve(module);
+  bind_gather_selection(module);
 }
