@@ -87,7 +87,7 @@ class WriteBack:
         Raises:
             TransferFailed: it is not within :data:`SETTLE_S`.
         """
-        if self._last_ticket == 0:
-            return
         ticket, self._last_ticket = self._last_ticket, 0
-        self._stream.wait(ticket, SETTLE_S)
+        self._stream.settle(
+            ticket, SETTLE_S
+        )  # of all layers: waiting for the last alone would let it overtake the others

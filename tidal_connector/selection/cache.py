@@ -161,7 +161,8 @@ class SelectionCache:
 
     def rows(self, layer: int) -> Rows:
         """Return the slots of a layer, ``[rows, row_bytes]`` uint8."""
-        return self._arena[layer]
+        rows: Rows = self._arena[layer]
+        return rows
 
     def plan(self, layer: int, batch: DecodeBatch, selected: Int32) -> ops.Resolved:
         """Find hits, misses and victims of a leader's selection, once per pass, and send for the missing rows.

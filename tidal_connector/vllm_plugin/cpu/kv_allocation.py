@@ -55,9 +55,13 @@ def allocate(
         arena_rows: rows of the selection cache in each layer.
 
     Raises:
-        ConfigError: the latents of the blocks exceed the pool (vLLM was told a number of blocks by hand).
+        ConfigError: the latents of the blocks exceed the pool (vLLM was told a number of blocks by hand), or the layers
+            have more than one block table.
         PoolExhausted: the memory cannot be had.
     """
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        raise ConfigError(f"offload needs one block table for all layers; vLLM made {groups} groups of caches")
     specs = layer_specs(kv_cache_config)
     parts = split(specs)
     blocks = kv_cache_config.num_blocks

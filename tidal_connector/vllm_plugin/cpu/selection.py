@@ -73,7 +73,7 @@ class EngineSelection:
         self._requests: Sequence[str] = ()
         self._admitting = False
         self._busy_seconds = 0.0
-        self._last: tuple[TidalMLAMetadata | None, PassSelection | None] = (None, None)
+        self._last: tuple[object, PassSelection | None] = (None, None)
         self._dtype = placement.kv_caches[placement.parts.latent[0]].dtype
         pools = [_rows(placement.kv_caches[name]) for name in placement.parts.latent]
         self._stream = ops.CopyStream(threads=1)
@@ -143,10 +143,16 @@ class EngineSelection:
         self._counters.add("gather_seconds", spent - self._busy_seconds)
         self._busy_seconds = spent
 
-    def divide(self, metadata: TidalMLAMetadata) -> PassSelection | None:
-        """Say which requests of a forward pass are served from their seats; None where none is."""
+    def divide(self, forward: object, metadata: TidalMLAMetadata) -> PassSelection | None:
+        """Say which requests of a forward pass are served from their seats; None where none is.
+
+        Args:
+            forward: what tells this pass from others. Layers with and without an indexer have metadata of their own,
+                which say the same.
+            metadata: that of any layer.
+        """
         known, passed = self._last
-        if known is metadata:
+        if known is forward:
             return passed
         book, most = self.cache.book, self._model.queries
         spills = book.spills
@@ -169,7 +175,7 @@ class EngineSelection:
             end = span.stop
         self._counters.add("selection_spills", book.spills - spills)
         passed = self._passed(metadata, seated, others) if seated else None
-        self._last = (metadata, passed)
+        self._last = (forward, passed)
         if passed is not None and passed.staged:
             self.writeback.begin(metadata.slot_mapping.numpy())
         return passed
@@ -230,7 +236,7 @@ class LayerSelection:
         if not isinstance(metadata, dict):
             return None
         mine = metadata.get(self._name)
-        return self._engine.divide(mine) if isinstance(mine, TidalMLAMetadata) else None
+        return self._engine.divide(metadata, mine) if isinstance(mine, TidalMLAMetadata) else None
 
     def selected(self, indices: torch.Tensor) -> None:
         """Take the final selection ``[tokens, top_k]`` int32: a leader plans and sends for its group's rows."""
