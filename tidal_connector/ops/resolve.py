@@ -8,16 +8,10 @@ call serves the whole batch. The thread that owns the state; the native implemen
 
 from __future__ import annotations
 
-from functools import cache
-
-from tidal_connector.errors import NativeOpMissing
-from tidal_connector.log import get_logger
-from tidal_connector.ops import native, resolve_native, resolve_reference
-from tidal_connector.ops.gather import Implementation
+from tidal_connector.ops import resolve_native, resolve_reference
+from tidal_connector.ops.implementation import Implementation, default_implementation
 from tidal_connector.ops.resolve_types import ResolveBuffers, Resolved, SelectionBatch
 from tidal_connector.ops.slots import Seats, SlotState
-
-_log = get_logger(__name__)
 
 
 def resolve(
@@ -36,7 +30,8 @@ def resolve(
     capacity keeps every row that it ever fetched. Beyond that its slots are an exact LRU: rows selected or written in
     this step are never evicted by it; the longest unused make room, first for the new rows, then for the misses in the
     order of their first occurrence. Positions from ``start`` on count as not held: they are written anew, also after a
-    rejected speculation. A request may come with no queries, which forgets them.
+    rejected speculation. So a request whose tokens were taken back has to come here (with no queries, if it has none)
+    before anybody else writes their rows anew.
 
     Args:
         state: of the index group; changed.
@@ -57,19 +52,9 @@ def resolve(
         raise ValueError(f"threads = {threads}: expected at least 1")
     if buffers is None:
         buffers = ResolveBuffers()
-    if (implementation or _default()) is Implementation.NATIVE:
+    if (implementation or default_implementation("resolving")) is Implementation.NATIVE:
         counts = resolve_native.resolve(state, seats, batch, eager_rows, threads, buffers)
     else:
         resolve_reference.check_batch(state, seats, batch)
         counts = resolve_reference.resolve(state, seats, batch, eager_rows, buffers)
     return buffers.resolved(batch, counts)
-
-
-@cache
-def _default() -> Implementation:
-    try:
-        native.load()
-    except NativeOpMissing as error:
-        _log.warning("%s; resolving with numpy, which is many times slower", error)
-        return Implementation.REFERENCE
-    return Implementation.NATIVE
