@@ -37,7 +37,7 @@ lint: setup ## formatting, style, types and spelling
 format: setup ## rewrite Python and C++ in the project's format
 	@$(TIMED) $(BIN)/ruff check --fix-only --quiet .; $(BIN)/ruff format .; git ls-files -z '*.cpp' '*.h' | xargs -0 -r $(BIN)/clang-format -i
 
-bench: setup ## measure transfer, and what pushing costs the prefill
+bench: setup ## measure gather, transfer, prefill overhead, decode and capacity; one of them by its name
 	@$(TIMED) $(BIN)/tidal bench $(ARGS)
 
 clean: ## remove .venv and everything that was built

@@ -195,12 +195,12 @@ def test_prompts_are_fresh_for_each_pair() -> None:
 
 def test_bench_alone_runs_everything_and_a_named_one_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(commands, "transfer", lambda: ran.append("transfer"))
-    monkeypatch.setattr(commands, "prefill_overhead", lambda: ran.append("prefill-overhead"))
+    for name in ("gather", "transfer", "prefill_overhead", "decode", "capacity"):
+        monkeypatch.setattr(commands, name, lambda name=name: ran.append(name))
     assert CliRunner().invoke(app, ["bench"]).exit_code == 0
-    assert ran == ["transfer", "prefill-overhead"]
+    assert ran == ["gather", "transfer", "prefill_overhead", "decode", "capacity"]
     assert CliRunner().invoke(app, ["bench", "prefill-overhead", "--pairs", "0"]).exit_code == 2
-    assert len(ran) == 2
+    assert len(ran) == 5
 
 
 @pytest.mark.parametrize("arguments", [["--tokens", "1"], ["--pairs", "0"]])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from tidal_connector.cli.ends import check_json_file, clear_ends, write_json
@@ -13,14 +14,19 @@ from tidal_connector.cli.ends import check_json_file, clear_ends, write_json
 bench = typer.Typer(help="Benchmarks; alone, it runs all of them.")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")]
+KeepLogs = Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw a picture: a .png, .svg or .pdf file.")]
 
 
 @bench.callback(invoke_without_command=True)
 def run_all(context: typer.Context) -> None:
     """Run every benchmark with its defaults where none is named."""
     if context.invoked_subcommand is None:
+        gather()
         transfer()
         prefill_overhead()
+        decode()
+        capacity()
 
 
 @bench.command()
@@ -35,7 +41,7 @@ def prefill_overhead(
         int, typer.Option(help="Tokens per step; longer prompts come in chunks.", min=1)
     ] = 2048,
     json_file: JsonFile = None,
-    keep_logs: Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")] = None,
+    keep_logs: KeepLogs = None,
 ) -> None:
     """Prefill time while KV is pushed to a decode engine, over that of an engine without the connector.
 
@@ -79,3 +85,124 @@ def transfer(
         check_json_file(json_file)
         found = run_transfer(TransferOptions(layers=layers, tokens=tokens, runs=runs), Console())
         write_json(found, json_file)
+
+
+@bench.command()
+def gather(
+    pool: Annotated[str, typer.Option(help="Size of the pool; hugepages are added for it as root.")] = "2GiB",
+    top_k: Annotated[int, typer.Option(help="Rows that a request selects in each step.")] = 2048,
+    repetitions: Annotated[int, typer.Option(help="Timed rounds of each case.")] = 40,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Finding and copying what attention selects, beside memcpy, torch and numpy; no engine.
+
+    Exit status 1 if the gather is below 0.70 of memcpy, a ratio to torch or numpy below 3, or the time to resolve
+    a row varies by more than 1.3 x over contexts of 8K to 1M.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.bench.gather import GatherOptions, run_gather
+    from tidal_connector.cli.bench.plot import check_plot_file
+
+    with clear_ends():
+        check_json_file(json_file)
+        check_plot_file(plot)
+        found = run_gather(GatherOptions(pool=pool, top_k=top_k, repetitions=repetitions, plot=plot), Console())
+        write_json(found, json_file)
+    if found.shortcomings():
+        raise typer.Exit(1)
+
+
+@bench.command()
+def decode(
+    arch: Annotated[Literal["v32", "glm", "both"], typer.Option(help="Architecture of the checkpoints.")] = "both",
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Requests that decode at once; repeatable; 1, 4 and 8 where not said.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 33,
+    repetitions: Annotated[int, typer.Option(help="Timed rounds of each batch size and engine.")] = 5,
+    layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Rows that attention selects.")] = 256,
+    slots: Annotated[int | None, typer.Option(help="selection.slots; twice top-k where not said.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "float32",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    keep_logs: KeepLogs = None,
+) -> None:
+    """Time per output token with the latents in the host pool, over that with all of them on the device.
+
+    The engines of a model run side by side; one decodes at a time, in turn. Exit status 1 if the median ratio is above
+    1.05 at any batch size, or prefetch does not pay where layers share a selection.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.bench.decode import DecodeOptions, run_decode
+    from tidal_connector.cli.bench.plot import check_plot_file
+
+    asked = DecodeOptions(
+        archs=("v32", "glm") if arch == "both" else (arch,),
+        context=context,
+        layers=layers,
+        top_k=top_k,
+        slots=slots,
+        dtype=dtype,
+        tokens=tokens,
+        repetitions=repetitions,
+        keep_logs=keep_logs,
+        plot=plot,
+    )
+    options = msgspec.structs.replace(asked, batches=tuple(batch or asked.batches))
+    with clear_ends():
+        check_json_file(json_file)
+        check_plot_file(plot)
+        found = run_decode(options, Console())
+        write_json(found, json_file)
+    if found.shortcomings():
+        raise typer.Exit(1)
+
+
+@bench.command()
+def capacity(
+    fit: Annotated[int, typer.Option(help="Requests that fit with all latents on the device; sets the budget.")] = 2,
+    requests: Annotated[int, typer.Option(help="Requests that are sent at once.")] = 24,
+    output: Annotated[int, typer.Option(help="Tokens of each answer; the prompt has the rest of 16 x slots.")] = 512,
+    arch: Annotated[Literal["v32", "glm"], typer.Option(help="Architecture of the checkpoint.")] = "v32",
+    layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 4,
+    top_k: Annotated[int, typer.Option(help="Rows that attention selects.")] = 64,
+    slots: Annotated[int | None, typer.Option(help="selection.slots; twice top-k where not said.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "bfloat16",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    keep_logs: KeepLogs = None,
+) -> None:
+    """Requests at once, and output tokens per second, that one device KV budget serves with and without the host pool.
+
+    Both engines get the same budget and requests; vLLM's --max-num-seqs is what the layout lets the budget hold. Exit
+    status 1 if fewer than 0.9 of that run at once, or throughput is not twice as large.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.bench.capacity import CapacityOptions, run_capacity
+    from tidal_connector.cli.bench.plot import check_plot_file
+
+    options = CapacityOptions(
+        fit=fit,
+        requests=requests,
+        output=output,
+        layers=layers,
+        top_k=top_k,
+        slots=slots,
+        arch=arch,
+        dtype=dtype,
+        keep_logs=keep_logs,
+        plot=plot,
+    )
+    with clear_ends():
+        check_json_file(json_file)
+        check_plot_file(plot)
+        found = run_capacity(options, Console())
+        write_json(found, json_file)
+    if found.shortcomings():
+        raise typer.Exit(1)
