@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidal_connector.config import PageKind, Protocol, TidalConfig, load_config, parse_bytes
+from tidal_connector.config import PageKind, Protocol, TidalConfig, load_config, parse_bytes, with_aliases
 from tidal_connector.errors import ConfigError
 
 
@@ -83,3 +83,41 @@ def test_sizes(text: int | str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="x = "):
         parse_bytes("x", text)
+
+
+def test_offload_by_role_and_setting() -> None:
+    assert [load_config({"offload": o}).offloads("kv_both") for o in ("auto", "on", "off", "adaptive")] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_the_selection_cache_is_twice_the_top_k_unless_told() -> None:
+    assert load_config({}).selection.slots_for(2048) == 4096
+    assert load_config({"selection": {"slots": 2048}}).selection.slots_for(2048) == 2048
+    with pytest.raises(ConfigError, match=r"selection.slots = 2047: expected at least the model's index_topk, 2048"):
+        load_config({"selection": {"slots": 2047}}).selection.slots_for(2048)
+    assert load_config({"selection": {"bytes": "1.5MiB"}}).selection.size == 3 << 19
+    with pytest.raises(ConfigError, match=r"selection.bytes = 'much'"):
+        load_config({"selection": {"bytes": "much"}})
+
+
+def test_the_variables_of_tidalcache_stand_in_for_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_aliases({}) == ({}, [])
+    monkeypatch.setenv("VLLM_DSA_KV_OFFLOAD", "1")
+    monkeypatch.setenv("VLLM_DSA_OFFLOAD_HUGEPAGE_PATH", "/mnt/huge")
+    merged, notes = with_aliases({"pool": {"bytes": "2GiB"}})
+    config = load_config(merged)
+    assert (config.offload, config.pool.path, config.pool.pages) == ("on", "/mnt/huge", "hugetlbfs")
+    assert config.pool.size == 2 << 30
+    assert notes == [
+        'VLLM_DSA_KV_OFFLOAD=1 is taken for offload = "on"',
+        "VLLM_DSA_OFFLOAD_HUGEPAGE_PATH=/mnt/huge is taken for pool.path",
+    ]
+    own = {"offload": "off", "pool": {"path": "/own"}}
+    assert with_aliases(own) == (own, [])  # what is said outright counts
+    monkeypatch.setenv("VLLM_DSA_KV_OFFLOAD", "yes")
+    with pytest.raises(ConfigError, match="VLLM_DSA_KV_OFFLOAD = 'yes': expected 1"):
+        with_aliases({})

@@ -11,21 +11,30 @@ import torch
 BLOCKS = 64
 
 
-def batch(requests: list[tuple[int, int]], block_size: int, padding: int = 0) -> Any:
+def batch(
+    requests: list[tuple[int, int]],
+    block_size: int,
+    padding: int = 0,
+    owners: list[int] | None = None,
+    longest: int = 0,
+) -> Any:
     """Build one step's metadata.
 
     Args:
         requests: query tokens and context length (queries included) of each request.
         block_size: tokens per block.
         padding: tokens beyond the last request, with slot -1.
+        owners: numbers of the requests, which have the same blocks in each batch that names the same ``longest``.
+        longest: room for so many tokens; 0 for the longest of the requests.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from tidal_connector.vllm_plugin.cpu.metadata import TidalMLAMetadataBuilder
 
-    per_request = max(-(-length // block_size) for _, length in requests)
+    owners = list(range(len(requests))) if owners is None else owners
+    per_request = -(-longest // block_size) or max(-(-length // block_size) for _, length in requests)
     blocks = torch.randperm(BLOCKS * 16, generator=torch.Generator().manual_seed(3))
-    table = (blocks[: len(requests) * per_request].view(len(requests), per_request) % (1 << 20)).int()
+    table = blocks[: (max(owners) + 1) * per_request].view(-1, per_request)[owners].int()
     starts = torch.tensor([0, *torch.tensor([q for q, _ in requests]).cumsum(0).tolist()], dtype=torch.int32)
     slots = [
         int(table[row, position // block_size]) * block_size + position % block_size
