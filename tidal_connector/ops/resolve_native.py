@@ -32,7 +32,7 @@ def resolve(
         if status == _NO_ROOM:
             buffers.reserve_misses(counts[0])
             status, *counts = _call(state, seats, batch, eager_rows, threads, buffers)
-    except (TypeError, AttributeError):
+    except (TypeError, ValueError, AttributeError):  # an array that is none, or of another kind
         check_batch(state, seats, batch)
         raise
     if status == _DONE:

@@ -31,11 +31,12 @@ class _Request(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """What a step does to one request: positions to fetch and their arena rows, rows of the new tokens."""
+    """What a step does to one request: positions to fetch and their arena rows, rows of the new tokens and of all."""
 
     fetch: Int64
     into: Int64
     new: Int64
+    row_of: Int64
     misses: int
     evictions: int
 
@@ -57,7 +58,7 @@ def resolve(state: SlotState, seats: Seats, batch: SelectionBatch, eager_rows: i
         request = _Request(seat, start, end - first, seats.rows(seat), paged, _distinct(selected[valid]))
         listed = state.listed[seat] or start + request.queries > len(request.rows)
         moves = _listed(state, request) if listed else _in_place(state, request, eager_rows)
-        slots[first:end] = np.where(valid, _rows_of(state, request, selected), -1)
+        slots[first:end] = np.where(valid, moves.row_of[np.where(valid, selected, 0)], -1)
         written[first:end] = moves.new
         page, offset = np.divmod(moves.fetch, batch.page_tokens)
         fetched.append((batch.pages[index, page].astype(np.int64) * batch.page_tokens + offset, moves.into))
@@ -150,45 +151,42 @@ def _in_place(state: SlotState, request: _Request, eager_rows: int) -> _Moves:
     state.held[rows[start:length]] = np.arange(start, length)
     state.filled[seat] = length if filled == start else filled
     state.length[seat] = length
-    return _Moves(fetch, rows[fetch], rows[start:length], len(absent), 0)
+    return _Moves(fetch, rows[fetch], rows[start:length], rows, len(absent), 0)
 
 
 def _listed(state: SlotState, request: _Request) -> _Moves:
     """Any slot for any position, exact LRU."""
     seat, start, rows = request.seat, request.start, request.rows
+    length = start + request.queries
     if not state.listed[seat]:
         state.held[rows[min(start, int(state.length[seat])) :]] = -1
-        empty = state.held[rows] < 0
-        state.order[rows] = np.concatenate([rows[empty], rows[~empty]])
+        vacant = state.held[rows] < 0
+        state.order[rows] = np.concatenate([rows[vacant], rows[~vacant]])
         state.listed[seat] = 1
         state.filled[seat] = 0
     order = state.order[rows].astype(np.int64)
-    held = state.held[order].astype(np.int64)
-    held[held >= start] = -1
-    state.held[order] = held
-    hit = np.isin(held, request.chosen) & (held >= 0)
-    vacant, old = order[held < 0], order[(held >= 0) & ~hit]
+    state.held[order[state.held[order] >= start]] = -1
+    held = state.held[order]
+    live = held >= 0
+    row_of = np.full(length, -1)
+    row_of[held[live]] = order[live]
     known = request.chosen[request.chosen < start]
-    fetch = known[~np.isin(known, held)]
-    victims = np.concatenate([vacant, old])
-    new, into, rest = np.split(victims, [request.queries, request.queries + len(fetch)])
-    state.held[new] = np.arange(start, start + request.queries)
+    fetch = known[row_of[known] < 0]
+    wanted = np.zeros(length + 1, np.bool_)
+    wanted[known] = True
+    hit = live & wanted[held]
+    victims = np.concatenate([order[~live], order[live & ~hit]])
+    taken = request.queries + len(fetch)
+    new, into, rest = victims[: request.queries], victims[request.queries : taken], victims[taken:]
+    row_of[start:] = new
+    row_of[fetch] = into
+    state.held[new] = np.arange(start, length)
     state.held[into] = fetch
     state.order[rows] = np.concatenate([rest, order[hit], into, new])
-    state.length[seat] = start + request.queries
-    return _Moves(fetch, into, new, len(fetch), max(0, request.queries + len(fetch) - len(vacant)))
-
-
-def _rows_of(state: SlotState, request: _Request, positions: Int64) -> Int64:
-    """Return the arena row that holds each position; any row where none does."""
-    if not state.listed[request.seat]:
-        return request.rows[np.clip(positions, 0, len(request.rows) - 1)]
-    by_position = request.rows[np.argsort(state.held[request.rows])]
-    found: Int64 = by_position[np.searchsorted(state.held[by_position], positions).clip(max=len(by_position) - 1)]
-    return found
+    state.length[seat] = length
+    return _Moves(fetch, into, new, row_of, len(fetch), max(0, taken - int(np.count_nonzero(~live))))
 
 
 def _distinct(positions: Int64) -> Int64:
     """Return each position once, in the order of first occurrence."""
-    first: Int64 = np.unique(positions, return_index=True)[1]
-    return positions[np.sort(first)]
+    return np.array(list(dict.fromkeys(positions.tolist())), np.int64)

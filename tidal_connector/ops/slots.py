@@ -57,7 +57,7 @@ class Seats:
         """
         capacity = int(self.capacity[seat])
         extents = self.extents[seat, : -(-capacity // self.extent_rows)].astype(np.int64)
-        if not 0 <= capacity <= len(extents) * self.extent_rows or (extents < 0).any():
+        if not 0 <= capacity <= len(extents) * self.extent_rows or extents.min(initial=0) < 0:
             raise ValueError(f"seat {seat}: capacity {capacity} is not covered by extents {extents.tolist()}")
         return extents
 
