@@ -193,7 +193,7 @@ class World:
         ids[:count] = self.rng.permutation(drawn)
         if mood is Mood.HOLES:
             ids[self.rng.random(s.topk) < 0.2] = -1
-            ids[self.rng.random(s.topk) < 0.1] = existing + int(self.rng.integers(0, 2**31 - existing))
+            ids[self.rng.random(s.topk) < 0.1] = existing + int(self.rng.choice([0, 1, 2**31 - 1 - existing]))
         return ids
 
     def valid(self, row: int) -> list[int]:
