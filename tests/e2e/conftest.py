@@ -78,18 +78,25 @@ def deploy(
 ) -> Deploy:
     """Return a function that makes a deployment, as a context manager.
 
-    Keyword arguments are those of ``StackSettings``, and ``model``: the arguments of ``make_model``.
+    Keyword arguments are those of ``StackSettings``; ``model``: the arguments of ``make_model``; ``decode``: settings of
+    the decode engine's connector that are added to those that all deployments have.
     """
 
     @contextlib.contextmanager
-    def running(model: dict[str, Any] | None = None, *, reference: bool = True, **settings: Any) -> Iterator[Stack]:
+    def running(
+        model: dict[str, Any] | None = None,
+        *,
+        reference: bool = True,
+        decode: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[Stack]:
         shape = model or {}
         base = StackSettings(
             model=models(**shape),
             logs=tmp_path_factory.mktemp("logs"),
             dtype=shape.get("dtype", "float32"),
             prefill_tidal=QUICK_TIMERS,
-            decode_tidal={**QUICK_TIMERS, "allow_sabotage": True},
+            decode_tidal={**QUICK_TIMERS, "allow_sabotage": True, **(decode or {})},
             reference=False,
         )
         chosen = msgspec.structs.replace(base, **settings)

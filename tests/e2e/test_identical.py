@@ -25,12 +25,19 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
         "block_size": 128,
         "max_num_batched_tokens": 64,
         "prefix_caching": True,
+        "decode": {"selection": {"slots": 64}},  # top-k: every miss evicts
     },
-    "glm-blocks16-chunks2048": {"model": {"arch": "glm"}, "block_size": 16, "max_num_batched_tokens": 2048},
+    "glm-blocks16-chunks2048-adaptive": {
+        "model": {"arch": "glm"},
+        "block_size": 16,
+        "max_num_batched_tokens": 2048,
+        "decode": {"offload": "adaptive"},
+    },
     "v32-blocks128-chunks64-prefill16": {
         "block_size": 128,
         "prefill_args": ("--block-size", "16"),
         "max_num_batched_tokens": 64,
+        "decode": {"selection": {"slots": 256, "prefetch": False}},
     },
 }
 
@@ -51,6 +58,9 @@ def test_every_length_alone_and_eight_at_once(stack: Stack) -> None:
         expected = sum(rows.prompt(length) for length in LENGTHS)
         assert read_metrics(stack.prefill)["tidal:bytes_pushed_total"] - before == expected
     assert_equal(ask_many(stack.proxy.url, prompts, NEW_TOKENS, 8), reference, LENGTHS)
+    decoded = read_metrics(stack.decode)
+    assert decoded["tidal:selection_hits_total"] > 0
+    assert decoded["tidal:bytes_written_back_total"] > 0
     assert_at_rest(stack)
 
 
