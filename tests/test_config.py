@@ -107,14 +107,14 @@ def test_the_selection_cache_is_twice_the_top_k_unless_told() -> None:
 def test_the_variables_of_tidalcache_stand_in_for_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_aliases({}) == ({}, [])
     monkeypatch.setenv("VLLM_DSA_KV_OFFLOAD", "1")
-    monkeypatch.setenv("VLLM_DSA_OFFLOAD_HUGEPAGE_PATH", "/mnt/huge")
+    monkeypatch.setenv("VLLM_DSA_OFFLOAD_HUGEPAGE_PATH", "/dev/hugepages")
     merged, notes = with_aliases({"pool": {"bytes": "2GiB"}})
     config = load_config(merged)
-    assert (config.offload, config.pool.path, config.pool.pages) == ("on", "/mnt/huge", "hugetlbfs")
+    assert (config.offload, config.pool.path, config.pool.pages) == ("on", "/dev/hugepages", "hugetlbfs")
     assert config.pool.size == 2 << 30
     assert notes == [
         'VLLM_DSA_KV_OFFLOAD=1 is taken for offload = "on"',
-        "VLLM_DSA_OFFLOAD_HUGEPAGE_PATH=/mnt/huge is taken for pool.path",
+        "VLLM_DSA_OFFLOAD_HUGEPAGE_PATH=/dev/hugepages is taken for pool.path",
     ]
     own = {"offload": "off", "pool": {"path": "/own"}}
     assert with_aliases(own) == (own, [])  # what is said outright counts

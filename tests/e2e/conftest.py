@@ -78,8 +78,8 @@ def deploy(
 ) -> Deploy:
     """Return a function that makes a deployment, as a context manager.
 
-    Keyword arguments are those of ``StackSettings``; ``model``: the arguments of ``make_model``; ``decode``: settings of
-    the decode engine's connector that are added to those that all deployments have.
+    Keyword arguments are those of ``StackSettings``; ``model``: the arguments of ``make_model``; ``decode``: settings
+    of the decode engine's connector that are added to those that all deployments have.
     """
 
     @contextlib.contextmanager
