@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and configs name what there is: every setting, and no metric that is not counted."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import typing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tidal_connector.cluster.serving import read_serve_config
+from tidal_connector.config import TidalConfig
+from tidal_connector.metrics import COUNTERS, GAUGES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ENGINES = ("decode", "prefill", "single")
+
+
+def settings(kind: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    found = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            found += settings(hint, f"{name}.")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+def knobs() -> set[str]:
+    """Names in the first column of the table of knobs; ``a.b`` carries its ``a`` over to the names after it."""
+    table = README[README.index("## Knobs") : README.index("## Metrics")]
+    found = set()
+    for line in table.splitlines():
+        if line.startswith("| `"):
+            prefix = ""
+            for name in re.findall(r"`([\w.]+)`", line.split(" | ")[0]):
+                prefix = name.rpartition(".")[0] if "." in name else prefix
+                found.add(name if "." in name or not prefix else f"{prefix}.{name}")
+    return found
+
+
+def test_the_readme_has_every_setting_and_no_other() -> None:
+    assert knobs() == set(settings(TidalConfig))
+
+
+@pytest.mark.parametrize("text", [README, (ROOT / "configs/decode.toml").read_text()])
+def test_metrics_that_are_named_exist(text: str) -> None:
+    known = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *COUNTERS}
+    named = set(re.findall(r"tidal:(\w+)", text))
+    assert named
+    assert named <= known
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_example_files_are_valid_as_they_are_and_with_all_that_they_offer(name: str, tmp_path: Path) -> None:
+    path = ROOT / f"configs/{name}.toml"
+    read_serve_config(path)
+    offered = re.sub(r"(?m)^# (\[[\w.]+\]|[\w-]+ = )", r"\1", path.read_text())
+    tomllib.loads(offered)
+    everything = tmp_path / path.name
+    everything.write_text(offered)
+    read_serve_config(everything)
+
+
+def test_the_decode_file_offers_every_setting_of_the_selection_cache() -> None:
+    text = (ROOT / "configs/decode.toml").read_text()
+    selection = text[text.index("[tidal.selection]") : text.index("[tidal.control]")]
+    offered = set(re.findall(r"(?m)^#? ?(\w+) = ", selection))
+    assert {f"selection.{name}" for name in offered} == {n for n in settings(TidalConfig) if n.startswith("selection.")}
