@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def swap_two_slots(result: Resolved) -> Resolved:
     for row in slots:
         some = np.flatnonzero(row >= 0)
         row[some] = np.roll(row[some], 1)
-    return replace(result, slots=slots)
+    return result._replace(slots=slots)
 
 
 def skip_a_miss(result: Resolved) -> Resolved:
@@ -59,17 +58,17 @@ def skip_a_miss(result: Resolved) -> Resolved:
         return result
     rows, slots = result.miss_rows.copy(), result.miss_slots.copy()
     rows[-1], slots[-1] = rows[0], slots[0]
-    return replace(
-        result, miss_rows=rows[:-1], miss_slots=slots[:-1], miss_start=np.minimum(result.miss_start, len(rows) - 1)
+    return result._replace(
+        miss_rows=rows[:-1], miss_slots=slots[:-1], miss_start=np.minimum(result.miss_start, len(rows) - 1)
     )
 
 
 def fetch_a_neighbour(result: Resolved) -> Resolved:
-    return replace(result, miss_rows=np.maximum(result.miss_rows - 1, 0))
+    return result._replace(miss_rows=np.maximum(result.miss_rows - 1, 0))
 
 
 def write_elsewhere(result: Resolved) -> Resolved:
-    return replace(result, written=np.roll(result.written, 1))
+    return result._replace(written=np.roll(result.written, 1))
 
 
 @every

@@ -48,8 +48,7 @@ class SelectionBatch:
     page_tokens: int
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Resolved:
+class Resolved(NamedTuple):
     """The plan of one step. With ``buffers`` the arrays are views of them, valid until these are used again.
 
     Attributes:
