@@ -68,6 +68,15 @@ def test_a_request_that_outgrows_its_seat_is_listed_and_takes_empty_slots_first(
 
 
 @every
+def test_rows_that_were_taken_back_are_not_listed(implementation: Implementation) -> None:
+    bench = Bench(implementation, 8)
+    bench.step(6, [1], [1])
+    bench.step(4, [1])
+    assert bench.missed(bench.step(20, [4, 6, 7, 1])) == [6, 7]
+    assert bench.order()[:2] == [-1, -1]
+
+
+@every
 def test_the_longest_unused_rows_make_room(implementation: Implementation) -> None:
     bench = Bench(implementation, 8)
     for start in range(8):
