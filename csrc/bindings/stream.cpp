@@ -65,8 +65,8 @@ class Stream {
     if (wrong_source >= 0) return ~wrong_source;
     const int64_t wrong = tidal::first_outside(destination_rows.data(), rows, destinations);
     if (wrong >= 0) return ~(rows + wrong);
-    auto numbers =
-        std::make_shared<const tidal::RowNumbers>(source_rows.data(), destination_rows.data(), rows);
+    std::shared_ptr<tidal::RowNumbers> numbers = stream_->numbers(rows);
+    numbers->fill(source_rows.data(), destination_rows.data(), rows);
     return stream_->submit(set.moves.data() + first, count, std::move(numbers), after, path_);
   }
 

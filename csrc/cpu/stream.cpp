@@ -2,6 +2,8 @@
 
 #include "tidal/stream.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +16,8 @@ using Clock = CopyStream::Clock;
 
 constexpr int64_t kSmallestPart = 64;  // rows that a thread takes at least, some 5 us of copying
 constexpr int kAnyNumber = 1 << 20;
+constexpr size_t kSpares = 8;         // row numbers kept for later submissions
+constexpr int64_t kLeastRoom = 2048;  // of which each has room for so many at least
 // How long a waiter looks before it sleeps: sleeping and waking cost it more than that.
 constexpr auto kSpin = std::chrono::microseconds(20);
 
@@ -29,33 +33,45 @@ void relax() {
 #endif
 }
 
-std::unique_ptr<int64_t[]> copy_of(const int64_t* from, int64_t count) {
-  std::unique_ptr<int64_t[]> to(new int64_t[static_cast<size_t>(count)]);
-  std::copy_n(from, count, to.get());
-  return to;
+// Threads that help are for idle cores: one that wakes must not push the thread that woke it off its core,
+// which would make a submission take as long as the copies. Failing is harmless.
+void be_patient() {
+#if defined(__linux__)
+  const sched_param none{};
+  pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
+#endif
 }
 
 }  // namespace
 
-RowNumbers::RowNumbers(const int64_t* source_rows, const int64_t* destination_rows, int64_t count)
-    : source(copy_of(source_rows, count)),
-      destination(copy_of(destination_rows, count)),
-      count(count),
-      written(
-          std::count_if(destination_rows, destination_rows + count, [](int64_t row) { return row >= 0; })) {}
+RowNumbers::RowNumbers(int64_t room)
+    : room(room),
+      source(new int64_t[static_cast<size_t>(room)]),
+      destination(new int64_t[static_cast<size_t>(room)]) {}
+
+void RowNumbers::fill(const int64_t* source_rows, const int64_t* destination_rows, int64_t rows) {
+  count = rows;
+  std::copy_n(source_rows, rows, source.get());
+  uint64_t skipped = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    destination[static_cast<size_t>(i)] = destination_rows[i];
+    skipped += static_cast<uint64_t>(destination_rows[i]) >> 63;
+  }
+  written = rows - static_cast<int64_t>(skipped);
+}
 
 // A copy that any number of threads can join: each takes rows that nobody has taken until none are left.
 struct CopyStream::Job {
   RowCopy copy;
   CopyPath path;
-  std::shared_ptr<const RowNumbers> rows;  // empty where the caller of run() keeps them
+  std::shared_ptr<RowNumbers> rows;  // none where the caller of run() keeps them
   int64_t after = 0;
   int64_t bytes = 0;
   int most = kAnyNumber;  // threads at once
   std::atomic<int64_t> next{0};
-  std::atomic<bool> done{false};
   // Guarded by the stream's mutex.
   bool begun = false;
+  bool done = false;
   int runners = 0;
 
   bool open() const {
@@ -77,6 +93,7 @@ struct CopyStream::Job {
 };
 
 CopyStream::CopyStream(int threads) : owner_(getpid()) {
+  spare_.reserve(kSpares);
   try {
     start_threads(threads);
   } catch (...) {
@@ -98,8 +115,20 @@ void CopyStream::start_threads(int count) {
   while (static_cast<int>(threads_.size()) < count) threads_.emplace_back(&CopyStream::serve, this);
 }
 
-int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<const RowNumbers> rows,
-                           int64_t after, CopyPath path) {
+std::shared_ptr<RowNumbers> CopyStream::numbers(int64_t count) {
+  {
+    const Lock lock = enter();
+    while (!spare_.empty()) {
+      std::shared_ptr<RowNumbers> last = std::move(spare_.back());
+      spare_.pop_back();
+      if (last->room >= count) return last;
+    }
+  }
+  return std::make_shared<RowNumbers>(std::max(count, kLeastRoom));
+}
+
+int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<RowNumbers> rows, int64_t after,
+                           CopyPath path) {
   std::vector<std::shared_ptr<Job>> jobs(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
     auto job = std::make_shared<Job>();
@@ -111,6 +140,7 @@ int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<con
     job->bytes = rows->written * moves[i].source.row_bytes;
     jobs[static_cast<size_t>(i)] = std::move(job);
   }
+  rows->users = count;
   int64_t ticket;
   {
     const Lock lock = enter();
@@ -167,7 +197,7 @@ void CopyStream::run(const RowCopy& copy, int threads, CopyPath path) {
   jobs_.push_back(job);
   for (int other = 1; other < threads; ++other) work_.notify_one();
   work_on(job, lock, statistics_.stolen_seconds);
-  finished_.wait(lock, [&] { return job->done.load(); });
+  finished_.wait(lock, [&] { return job->done; });
 }
 
 bool CopyStream::done(int64_t ticket) {
@@ -239,6 +269,7 @@ void CopyStream::finish(Job& job) {
   statistics_.jobs += 1;
   statistics_.bytes += job.bytes;
   job.done = true;
+  if (job.rows && --job.rows->users == 0 && spare_.size() < kSpares) spare_.push_back(job.rows);
   while (!jobs_.empty() && jobs_.front()->done) {
     jobs_.pop_front();
     first_ += 1;
@@ -249,6 +280,7 @@ void CopyStream::finish(Job& job) {
 }
 
 void CopyStream::serve() {
+  be_patient();
   Lock lock(mutex_);
   while (true) {
     if (const std::shared_ptr<Job> job = next_open(1, INT64_MAX)) {

@@ -25,14 +25,18 @@ struct Move {
   DestinationRows destination;
 };
 
-// Row numbers that all copies of a submission share. Owned, so that the caller may reuse its own at once.
+// Row numbers that all copies of a submission share: the stream's own, so that the caller may reuse its at
+// once.
 struct RowNumbers {
-  RowNumbers(const int64_t* source_rows, const int64_t* destination_rows, int64_t count);
+  explicit RowNumbers(int64_t room);
+  void fill(const int64_t* source_rows, const int64_t* destination_rows, int64_t rows);
 
-  std::unique_ptr<int64_t[]> source;
-  std::unique_ptr<int64_t[]> destination;
-  int64_t count;
-  int64_t written;  // those with a destination
+  const int64_t room;
+  const std::unique_ptr<int64_t[]> source;
+  const std::unique_ptr<int64_t[]> destination;
+  int64_t count = 0;
+  int64_t written = 0;  // those with a destination
+  int64_t users = 0;    // copies that are not done
 };
 
 enum class Waited : int {
@@ -67,10 +71,14 @@ class CopyStream {
   // held for ever. All else throws std::runtime_error then; do not destroy it, let it leak.
   bool usable() const;
 
+  // Room for the row numbers of one submission. It is used again once that is done: fresh memory costs more
+  // than filling it.
+  std::shared_ptr<RowNumbers> numbers(int64_t count);
+
   // Queues a copy for each move, in order, and returns the ticket of the first; the others follow by ones.
   // Tickets begin at 1. None begins before every ticket up to `after` is done; apart from that, copies may
   // overtake one another. Indices were checked. Throws std::runtime_error after close.
-  int64_t submit(const Move* moves, int64_t count, std::shared_ptr<const RowNumbers> rows, int64_t after,
+  int64_t submit(const Move* moves, int64_t count, std::shared_ptr<RowNumbers> rows, int64_t after,
                  CopyPath path);
 
   // Returns once the copy is done, or at the deadline. A copy that can begin is done by the caller, and one
@@ -115,6 +123,7 @@ class CopyStream {
   std::deque<std::shared_ptr<Job>> jobs_;  // from the oldest that is not done
   int64_t first_ = 1;                      // ticket of jobs_.front(); all before it are done
   bool closed_ = false;
+  std::vector<std::shared_ptr<RowNumbers>> spare_;  // of submissions that are done
   StreamStatistics statistics_;
   std::vector<std::thread> threads_;
 };
