@@ -9,20 +9,16 @@ but one call at a time for the same selection cache. The native implementation r
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tidal_connector.errors import NativeOpMissing
-from tidal_connector.log import get_logger
 from tidal_connector.ops import gather_selection_reference, native
-from tidal_connector.ops.gather import Implementation
 from tidal_connector.ops.gather_selection_call import BFLOAT16, RowType, SelectionCall, SelectionTraffic, checked
+from tidal_connector.ops.implementation import Implementation, default_implementation
 
-CACHES = ("selection_k_rope", "selection_kv_cache", "full_k_rope", "full_kv_cache")
-_log = get_logger(__name__)
+_CACHES = ("selection_k_rope", "selection_kv_cache", "full_k_rope", "full_kv_cache")
 
 
 def gather_selection_kv_cache(
@@ -99,8 +95,8 @@ def gather_selection_kv_cache(
     if threads < 1:
         raise ValueError(f"threads = {threads}: expected at least 1")
     arrays = {name: _array(name, value) for name, value in given.items()}
-    call = checked(arrays, {name: _row_type(given[name]) for name in CACHES}, selection_topk_block_size)
-    if (implementation or _default()) is Implementation.NATIVE:
+    call = checked(arrays, {name: _row_type(given[name]) for name in _CACHES}, selection_topk_block_size)
+    if (implementation or default_implementation("gathering selections")) is Implementation.NATIVE:
         moved = _native(call, threads)
     else:
         moved = gather_selection_reference.gather_selection_kv_cache(call)
@@ -132,16 +128,6 @@ def _native(call: SelectionCall, threads: int) -> SelectionTraffic:
     if wrong_row >= 0:
         raise call.page_error(wrong_row, wrong_id)
     return SelectionTraffic(hits, moved, fetched, rows, rows * call.row_bytes)
-
-
-@cache
-def _default() -> Implementation:
-    try:
-        native.load()
-    except NativeOpMissing as error:
-        _log.warning("%s; gathering selections in Python, which is many times slower", error)
-        return Implementation.REFERENCE
-    return Implementation.NATIVE
 
 
 def _array(name: str, value: Any) -> npt.NDArray[Any]:
