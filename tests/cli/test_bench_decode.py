@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.cli.canned import batch_case, decode
 from tidal_connector.cli.bench import decode as bench
 from tidal_connector.cli.bench.decode import DecodeOptions
-from tidal_connector.cli.bench.decode_report import Round, moved, show
+from tidal_connector.cli.bench.decode_report import Round, moved, show, show_model
 from tidal_connector.cli.bench.decode_report import batch_case as case_of
 from tidal_connector.cli.bench.engines import Arrival
 from tidal_connector.cli.demo.expect import RowBytes
@@ -87,6 +87,15 @@ def test_what_is_not_as_it_must_be_is_named(changes: dict[str, Any], words: str)
     console = Console(record=True, width=200, file=io.StringIO())
     show(found, console)
     assert words in console.export_text()
+
+
+def test_the_tables_of_a_model_show_times_and_bytes() -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    show_model(decode().models[1], console)
+    text = console.export_text()
+    assert "20.0 (18.0 to 24.0)" in text
+    assert "0.95 (0.85 to 1.14)" in text
+    assert "80.0%" in text
 
 
 def test_the_json_has_the_promised_keys() -> None:

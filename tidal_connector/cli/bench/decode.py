@@ -31,6 +31,7 @@ from tidal_connector.cli.bench.decode_report import (
     moved,
     prefetch_gain,
     show,
+    show_model,
     worst,
 )
 from tidal_connector.cli.bench.engines import START_S, at_once, random_prompts, single_engine, token_times, waiting
@@ -142,15 +143,19 @@ def _model(options: DecodeOptions, arch: str, folder: Path, console: Console) ->
         meter = _Meter(options, engines, rows, groups, console)
         cases = meter.cases(arch)
         stack.enter_context(console.status("ending the engines"))
-    return ModelCase(
+    found = ModelCase(
         arch=arch,
         layers=rows.layers,
         groups=groups,
         top_k=options.top_k,
         slots=options.slots or 2 * options.top_k,
         row_bytes=rows.latent,
+        context=options.context,
+        repetitions=options.repetitions,
         cases=cases,
     )
+    show_model(found, console)
+    return found
 
 
 def _engines(options: DecodeOptions, settings: StackSettings, pool: int, shared: bool) -> dict[str, ServerProcess]:

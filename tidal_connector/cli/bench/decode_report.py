@@ -155,6 +155,8 @@ class ModelCase(msgspec.Struct, frozen=True):
         top_k: rows that a query selects.
         slots: slots of a request.
         row_bytes: bytes of a latent row of one layer.
+        context: tokens of each prompt.
+        repetitions: of each batch size and engine.
         cases: one for each batch size.
     """
 
@@ -164,6 +166,8 @@ class ModelCase(msgspec.Struct, frozen=True):
     top_k: int
     slots: int
     row_bytes: int
+    context: int
+    repetitions: int
     cases: tuple[BatchCase, ...]
 
 
@@ -174,8 +178,7 @@ class Decode(msgspec.Struct, frozen=True):
         tpot_on_over_off: the largest median of all models and batch sizes.
         prefetch_on_over_off: median of all pairs of the models that share selections; None where none ran.
         bound: of ``tpot_on_over_off``.
-        context: tokens of each prompt.
-        tokens: tokens of each answer.
+        context, tokens: tokens of each prompt and of each answer.
         repetitions: of each batch size and engine.
         off: what ``off`` is.
         threads: compute threads of each engine.
@@ -225,11 +228,14 @@ def prefetch_gain(models: Iterable[ModelCase]) -> float | None:
     return statistics.median(found) if found else None
 
 
+def show_model(model: ModelCase, console: Console) -> None:
+    """Print the tables of one model."""
+    console.print(_times(model))
+    console.print(_moves(model))
+
+
 def show(found: Decode, console: Console) -> None:
-    """Print the tables and the verdict."""
-    for model in found.models:
-        console.print(_times(found, model))
-        console.print(_moves(model))
+    """Print the machine and the verdict, after the tables of the models."""
     console.print(f"off: {found.off}. {found.machine.line()}.", style="dim")
     for line in found.shortcomings():
         console.print(f"[bold red]not as it must be:[/] {line}")
@@ -237,10 +243,10 @@ def show(found: Decode, console: Console) -> None:
         console.print(f"[bold green]within the bound[/]: {found.tpot_on_over_off:.3f} <= {found.bound}")
 
 
-def _times(found: Decode, model: ModelCase) -> Table:
+def _times(model: ModelCase) -> Table:
     table = Table(
-        title=f"{model.arch}, {model.layers} layers, top-k {model.top_k}, contexts of {found.context:,}: ms per output "
-        f"token, median of {found.repetitions} (min to max)",
+        title=f"{model.arch}, {model.layers} layers, top-k {model.top_k}, contexts of {model.context:,}: ms per output "
+        f"token, median of {model.repetitions} (min to max)",
         caption="pool: latents in the host pool; device: all on the device; by engine: the ratio by their own clocks.",
     )
     for heading in ("batch", "pool", "device", "ratio", "by engine", "no prefetch", "ratio"):
