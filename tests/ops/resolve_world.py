@@ -96,7 +96,7 @@ class World:
             int(rng.choice(seats)), length, pages, np.full(shape.context, -1, np.int64), np.empty(0, np.int64)
         )
         self.tenants.append(tenant)
-        self._write(tenant, 0, length)
+        self.write(tenant, 0, length)
         wish = max(shape.slots, min(length + 8, shape.context)) if rng.random() < 0.3 else shape.slots
         self._give(tenant, min(-(-wish // shape.extent_rows), len(self.free)))
         for state in self.states:
@@ -147,7 +147,7 @@ class World:
             tenant.length >= self.states[0].length[tenant.seat]
             and tenant.length + count < self.shape.context - self.shape.queries
         ):
-            self._write(tenant, tenant.length, tenant.length + count)
+            self.write(tenant, tenant.length, tenant.length + count)
             tenant.length += count
             self.seen.add("skip")
 
@@ -161,7 +161,8 @@ class World:
         # Not always whole extents.
         self.seats.capacity[tenant.seat] = max(0, rows - int(self.rng.integers(0, 2)))
 
-    def _write(self, tenant: Tenant, first: int, end: int) -> Int64:
+    def write(self, tenant: Tenant, first: int, end: int) -> Int64:
+        """Give positions ``[first, end)`` new rows in the pool; return their stamps."""
         stamps = np.arange(self.stamp, self.stamp + end - first)
         self.stamp += end - first
         positions = np.arange(first, end)
@@ -258,7 +259,7 @@ class World:
             assert own.issuperset(result.miss_slots[mine].tolist()), "a row of another seat"
             assert own.issuperset(result.written[first:end].tolist()), "a row of another seat"
             self.arena[result.miss_slots[mine]] = self.pool[result.miss_rows[mine]]
-            self.arena[result.written[first:end]] = self._write(tenant, tenant.length, tenant.length + count)
+            self.arena[result.written[first:end]] = self.write(tenant, tenant.length, tenant.length + count)
             verify_slots(self.arena, tenant, batch.selected[first:end], result.slots[first:end])
             tenant.length += count
         assert result.miss_start[0] == 0

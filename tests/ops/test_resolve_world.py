@@ -89,7 +89,7 @@ def test_a_stale_row_is_noticed(implementation: Implementation) -> None:
     world = World(Shape(), 7, [(implementation, 1)])
     world.run(request_steps=200)
     for tenant in world.tenants:
-        world._write(tenant, 0, tenant.length)
+        world.write(tenant, 0, tenant.length)
     with pytest.raises(AssertionError, match="a slot holds another row"):
         world.run(steps=20)
 
