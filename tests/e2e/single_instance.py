@@ -69,6 +69,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
         prefix_caching: whether the engine keeps the KV of earlier prompts.
         chunk: tokens of one step.
         seats: requests of one step.
+        draft_tokens: tokens that the checkpoint's own drafter proposes per step; 0: no speculative decoding.
+        environment: variables of its process besides those that every engine gets.
     """
 
     model: str
@@ -77,6 +79,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     prefix_caching: bool = False
     chunk: int = 1024
     seats: int = 8
+    draft_tokens: int = 0
+    environment: dict[str, str] = {}
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -100,12 +104,16 @@ class Batch(msgspec.Struct, frozen=True):
         answers: by request name; of one that left, what had come until then.
         steps: step by step.
         preemptions: how often a request lost its blocks.
+        proposed: tokens that a drafter proposed.
+        accepted: those of them that the model would have generated too.
         seconds: from the first step to the last.
     """
 
     answers: dict[str, Generated]
     steps: list[Step]
     preemptions: int
+    proposed: int
+    accepted: int
     seconds: float
 
     @property
@@ -119,10 +127,19 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What an order's process says: its batches by name, and the seconds from its start until the engine stood."""
+    """What an order's process says.
+
+    Attributes:
+        start_s: seconds from its start until the engine stood.
+        batches: what became of each, by name.
+        gauges: the connector's gauges at the end.
+        log: what the process printed.
+    """
 
     start_s: float
     batches: dict[str, Batch]
+    gauges: Mapping[str, float] = {}
+    log: str = ""
 
 
 def run_order(order: Order, script: str = "tests.e2e.single_instance_engine") -> Report:
@@ -139,13 +156,14 @@ def run_order(order: Order, script: str = "tests.e2e.single_instance_engine") ->
             done = subprocess.run(
                 [sys.executable, "-m", script, str(given), str(found)],
                 cwd=ROOT,
-                env=child_environment(_ENVIRONMENT),
+                env=child_environment({**_ENVIRONMENT, **order.settings.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 timeout=LIMIT_S,
                 check=False,
             )
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        printed = log.read_text(errors="replace")
+        last = "\n".join(printed.splitlines()[-40:])
         assert done.returncode == 0, f"{script} ended with status {done.returncode}; its last lines:\n{last}"
-        return msgspec.json.decode(found.read_bytes(), type=Report)
+        return msgspec.structs.replace(msgspec.json.decode(found.read_bytes(), type=Report), log=printed)

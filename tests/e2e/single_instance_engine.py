@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,20 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from tests.e2e.single_instance import POOL_BYTES, Ask, Batch, EngineSettings, Order, Report, Step
 from tidal_connector.cli.demo.compare import Generated
-from tidal_connector.metrics import COUNTERS
+from tidal_connector.metrics import COUNTERS, GAUGES
 
 BLOCK = 16
 MAX_MODEL_LEN = 6400
 TOP = 5
+_METRICS = ("vllm:num_preemptions", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 class Engine:
-    """One engine, stepped by hand."""
+    """One engine, stepped by hand.
+
+    Attributes:
+        core: vLLM's engine core, for tests that break something in it.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         options: dict[str, Any] = {}
@@ -39,6 +44,8 @@ class Engine:
                 "engine_id": "single",
                 "kv_connector_extra_config": {"pool": {"bytes": POOL_BYTES}, **settings.tidal},
             }
+        if settings.draft_tokens:
+            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": settings.draft_tokens}
         if settings.blocks:
             options["num_gpu_blocks_override"] = settings.blocks
         self._llm = LLM(
@@ -52,11 +59,12 @@ class Engine:
             max_num_seqs=settings.seats,
             max_num_batched_tokens=settings.chunk,
             enable_prefix_caching=settings.prefix_caching,
-            disable_log_stats=False,  # preemptions are read from vLLM's own metrics
+            disable_log_stats=False,  # preemptions and accepted drafts are read from vLLM's own metrics
             seed=0,
             **options,
         )
         self._engine = self._llm.llm_engine
+        self.core = self._engine.engine_core.engine_core
 
     def run(self, asks: Sequence[Ask]) -> Batch:
         """Run a batch to its end."""
@@ -64,7 +72,7 @@ class Engine:
         answers: dict[str, Generated] = {}
         ended: dict[str, list[int]] = {}
         steps: list[Step] = []
-        preemptions, counted = self._preemptions(), self._counters()
+        before_all, counted = self._metrics(), self._counters()
         started = time.monotonic()
         number = 0
         while waiting or self._engine.has_unfinished_requests():
@@ -89,7 +97,15 @@ class Engine:
             now = self._counters()
             steps.append(Step(tokens, {name: now[name] - counted[name] for name in now if now[name] != counted[name]}))
             counted = now
-        return Batch(answers, steps, self._preemptions() - preemptions, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        preempted, proposed, accepted = (
+            after - before for after, before in zip(self._metrics(), before_all, strict=True)
+        )
+        return Batch(answers, steps, preempted, proposed, accepted, seconds)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the connector's gauges; none where there is no connector."""
+        return self._values(GAUGES)
 
     def close(self) -> None:
         """End the engine and with it the connector's threads."""
@@ -99,15 +115,19 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=ask.new_tokens, logprobs=TOP, ignore_eos=True)
         self._engine.add_request(ask.name, {"prompt_token_ids": prompt}, sampling)
 
-    def _preemptions(self) -> int:
-        found = [metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-        return int(sum(found))
+    def _metrics(self) -> list[int]:
+        """Return preemptions, draft tokens and accepted draft tokens since the start."""
+        found = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        return [int(found.get(name, 0)) for name in _METRICS]
 
-    def _counters(self) -> Mapping[str, float]:
+    def _counters(self) -> dict[str, float]:
+        return self._values(COUNTERS)
+
+    def _values(self, names: Iterable[str]) -> dict[str, float]:
         if not has_kv_transfer_group():
             return {}
         values = get_kv_transfer_group().worker.counters.snapshot()
-        return {name: values[name] for name in COUNTERS}
+        return {name: values[name] for name in names}
 
 
 def _generated(output: Any) -> Generated:
@@ -125,8 +145,9 @@ def main() -> None:
     engine = Engine(order.settings)
     start_s = time.monotonic() - started
     batches = {name: engine.run(asks) for name, asks in order.batches.items()}
+    gauges = engine.gauges()
     engine.close()
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(Report(start_s, batches)))
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(Report(start_s, batches, gauges)))
 
 
 if __name__ == "__main__":
