@@ -9,7 +9,7 @@
     ├── LayoutMismatch         two engines, or an engine and its pool, disagree about bytes
     ├── ProtocolError          a peer sent something that no state accepts
     │   └── VersionMismatch    a peer speaks another protocol version
-    ├── PoolExhausted          the host pool cannot be had, or not in the demanded form
+    ├── PoolExhausted          the host pool cannot be had as demanded, or a buffer of rows is too small for a step
     ├── TransferFailed         bytes could not be moved, or may have been moved only in part
     ├── PeerLost               a peer does not answer, or came back as another incarnation
     └── NativeOpMissing        an operator has no implementation for this machine
@@ -46,7 +46,7 @@ class VersionMismatch(ProtocolError):
 
 
 class PoolExhausted(TidalError):
-    """Host memory for the pool cannot be had, or not in the demanded form."""
+    """Host memory for the pool cannot be had as demanded, or a device buffer has fewer rows than a step needs."""
 
 
 class TransferFailed(TidalError):
