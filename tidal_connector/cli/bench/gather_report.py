@@ -152,7 +152,8 @@ class Gather(msgspec.Struct, frozen=True):
             found.append(f"gather reaches {self.gather_over_memcpy:.2f} of memcpy; expected at least {MEMCPY_BOUND}")
         if self.gather_over_torch_index_select < TORCH_BOUND:
             found.append(
-                f"gather is {self.gather_over_torch_index_select:.2f} x as fast as index_select; expected at least "
+                f"gather is {self.gather_over_torch_index_select:.2f} x as fast as index_select into a dense buffer "
+                f"({self.gather_over_torch_to_slots:.2f} x with index_copy_ into the slots); expected at least "
                 f"{TORCH_BOUND:g}"
             )
         if self.resolve_over_numpy < NUMPY_BOUND:
