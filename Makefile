@@ -25,7 +25,7 @@ test: setup ## all tests: unit first, then end to end; pytest's last line holds 
 	@$(BIN)/python -m pytest $(ARGS)
 
 unit: setup ## only the tests that need no engine (minutes)
-	@$(BIN)/python -m pytest -m "not e2e and not faults" $(ARGS)
+	@$(BIN)/python -m pytest -m "not e2e and not faults and not sanitizers" $(ARGS)
 
 lint: setup ## formatting, style, types and spelling
 	@$(TIMED) $(BIN)/ruff check .; \

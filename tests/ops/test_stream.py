@@ -80,13 +80,10 @@ def test_the_row_numbers_are_copied(stream: CopyStream) -> None:
 
 def test_what_comes_after_a_write_back_reads_the_new_rows(stream: CopyStream) -> None:
     """Every wait is for the newest fetch alone, which the waiter would run first if nothing forbade it."""
-    staging, pool, cache = (
-        np.zeros((16, 656), np.uint8),
-        np.zeros((4, 64, 656), np.uint8),
-        np.zeros((16, 656), np.uint8),
-    )
-    back = stream.prepare([Move(staging, pool)] * 3)
-    fetch = stream.prepare([Move(pool, cache)])
+    staging, cache = np.zeros((16, 656), np.uint8), np.zeros((16, 656), np.uint8)
+    pools = np.zeros((3, 4, 64, 656), np.uint8)
+    back = stream.prepare([Move(staging, pool) for pool in pools])
+    fetch = stream.prepare([Move(pools[0], cache)])
     rng = np.random.default_rng(2)
     for step in range(1, 200):
         staging[:] = step % 256
@@ -128,7 +125,7 @@ def test_closing_finishes_what_was_submitted(stream: CopyStream) -> None:
 
 def test_statistics_count_what_was_written(stream: CopyStream) -> None:
     pool, cache = random_rows(1, 8, 24), np.zeros((8, 24), np.uint8)
-    moves = stream.prepare([Move(pool, cache)] * 2)
+    moves = stream.prepare([Move(pool, cache), Move(pool, np.zeros_like(cache))])
     ticket = stream.submit(moves, np.array([1, -1, 3]), np.array([0, 1, -1]))
     stream.settle(ticket + 1, 10)
     counted = stream.statistics()
@@ -173,7 +170,7 @@ def test_every_wait_has_a_deadline(stream: CopyStream, timeout_s: float) -> None
 
 def submit_with(**change: object) -> Callable[[CopyStream], object]:
     def submit(stream: CopyStream) -> object:
-        moves = stream.prepare([Move(random_rows(1, 4, 8), np.zeros((4, 8), np.uint8))] * 3)
+        moves = stream.prepare([Move(random_rows(1, 4, 8), np.zeros((4, 8), np.uint8)) for _ in range(3)])
         fine: dict[str, object] = {"source_rows": np.arange(2), "destination_rows": np.arange(2)}
         return stream.submit(moves, **{**fine, **change})  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def test_whoever_waits_does_what_nobody_has_begun() -> None:
 def test_whoever_waits_does_first_what_has_to_come_before() -> None:
     staging, pool, cache = random_rows(1, 8, 64), np.zeros((8, 64), np.uint8), np.zeros((8, 64), np.uint8)
     with open_stream(0) as stream:
-        back = stream.prepare([Move(staging, pool)] * 2)
+        back = stream.prepare([Move(staging, pool), Move(staging, np.zeros_like(pool))])
         fetch = stream.prepare([Move(pool, cache)])
         written = stream.submit(back, np.arange(8), np.arange(8)) + 1
         unrelated = stream.submit(back, np.arange(8), np.arange(8), count=1)
@@ -143,10 +143,10 @@ def test_many_callers_lose_nothing(threads: int) -> None:
 
 
 def test_a_wait_and_a_close_at_once() -> None:
-    pool, cache = random_rows(1, 2048, 656), np.zeros((2048, 656), np.uint8)
+    pool, caches = random_rows(1, 2048, 656), np.zeros((5, 2048, 656), np.uint8)
     for _ in range(20):
         stream = open_stream(1)
-        moves = stream.prepare([Move(pool, cache)] * 5)
+        moves = stream.prepare([Move(pool, cache) for cache in caches])
         last = stream.submit(moves, np.arange(2048), np.arange(2048)) + 4
         outcomes: list[Waited] = []
 
@@ -165,11 +165,12 @@ def test_a_wait_and_a_close_at_once() -> None:
 
 
 def test_a_stream_that_is_dropped_finishes_first() -> None:
-    pool, cache = random_rows(1, 2048, 656), np.zeros((2048, 656), np.uint8)
+    pool, caches = random_rows(1, 2048, 656), np.zeros((3, 2048, 656), np.uint8)
     stream = open_stream(1)
-    stream.submit(stream.prepare([Move(pool, cache)] * 3), np.arange(2048), np.arange(2048))
+    moves = stream.prepare([Move(pool, cache) for cache in caches])
+    stream.submit(moves, np.arange(2048), np.arange(2048))
     del stream
-    assert (cache == pool).all()
+    assert (caches == pool).all()
 
 
 def test_a_forked_child_is_told_and_can_make_its_own() -> None:

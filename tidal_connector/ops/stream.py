@@ -157,9 +157,10 @@ class CopyStream:
     ) -> int:
         """Queue a copy for each move, in order, all with the same rows; return the ticket of the first.
 
-        The others have the tickets that follow. Tickets begin at 1 and rise over all submissions. Copies run in their
-        order, except that one which is waited for goes first; ``after`` forbids that where it matters. The row numbers
-        are copied, so the arrays may be reused at once.
+        The others have the tickets that follow. Tickets begin at 1 and rise over all submissions. Copies begin in their
+        order, except that one which is waited for goes first, and several may run at once. So what one writes, another
+        may read or write only ``after`` it, which also holds for the moves of one submission. The row numbers are
+        copied, so their arrays may be reused at once.
 
         Args:
             moves: prepared by this stream.
