@@ -244,10 +244,10 @@ def test_requests_of_different_caches_may_be_served_at_once() -> None:
     worlds = [
         World(Sizes(requests=4, topk=512, longest=2048, full_page=64, selection_page=64), seed) for seed in range(4)
     ]
-    befores, actuals = [], {}
+    earlier, actuals = [], {}
     for world in worlds:
         world.advance(GROW)
-        befores.append(world.copy())
+        earlier.append(world.copy())
 
     def serve(at: int) -> None:
         actuals[at] = worlds[at].call(gather_selection_kv_cache, implementation=Implementation.NATIVE, threads=2)
@@ -258,4 +258,4 @@ def test_requests_of_different_caches_may_be_served_at_once() -> None:
     for worker in workers:
         worker.join()
     for at, world in enumerate(worlds):
-        judge(world, befores[at], actuals[at])
+        judge(world, earlier[at], actuals[at])
