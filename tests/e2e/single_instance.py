@@ -104,15 +104,15 @@ class Batch(msgspec.Struct, frozen=True):
         answers: by request name; of one that left, what had come until then.
         steps: step by step.
         preemptions: how often a request lost its blocks.
-        proposed: tokens that a drafter proposed.
-        accepted: those of them that the model would have generated too.
+        drafts: what a drafter proposed, step by step and by request name.
+        accepted: tokens of them that the model would have generated too.
         seconds: from the first step to the last.
     """
 
     answers: dict[str, Generated]
     steps: list[Step]
     preemptions: int
-    proposed: int
+    drafts: list[dict[str, list[int]]]
     accepted: int
     seconds: float
 

@@ -15,7 +15,7 @@ TOP_K = 64
 
 
 def make_batch(name: str) -> list[Ask]:
-    """Return a batch by its name; always the same one.
+    """Return a batch by its name, or that of a repetition; always the same one.
 
     * ``short``: four requests whose contexts never exceed the smallest cache.
     * ``alone``: one request, whose context crosses 256 and goes on.
@@ -24,8 +24,19 @@ def make_batch(name: str) -> list[Ask]:
     * ``turns``: a shared prefix, a prompt that comes again, and requests that go on from an answer.
     * ``pressure``: ten requests of which a pool of 48 blocks holds two or three.
     * ``flood``: two requests that have the device to themselves for a while, then six more.
+    * ``switch``: a long request, and another that comes while it decodes and ends before it.
     """
-    return BATCHES[name]()
+    return BATCHES[once(name)]()
+
+
+def once(name: str) -> str:
+    """Return the name of the batch that a repetition repeats: ``alone`` for ``alone, again 2``."""
+    return name.partition(",")[0]
+
+
+def often(name: str, times: int) -> tuple[str, ...]:
+    """Return the names of a batch and its repetitions; what depends on the timing of threads shows in some only."""
+    return (name, *(f"{name}, again {number}" for number in range(1, times)))
 
 
 def _short() -> list[Ask]:
@@ -85,6 +96,11 @@ def _flood() -> list[Ask]:
     return _asks(37, [*shape, (90, 20, 20)])
 
 
+def _switch() -> list[Ask]:
+    long, late = make_prompts((1500, 300), 38, shared_prefix=False)
+    return [Ask("long", long, 80), Ask("late", late, 24, joins=30)]
+
+
 def _asks(seed: int, shape: list[tuple[int, int, int]]) -> list[Ask]:
     """Make requests of (prompt tokens, new tokens, step at which they join)."""
     prompts = make_prompts(tuple(length for length, _, _ in shape), seed, shared_prefix=False)
@@ -102,5 +118,6 @@ BATCHES = {
     "turns": _turns,
     "pressure": _pressure,
     "flood": _flood,
+    "switch": _switch,
 }
 """Every batch by its name."""

@@ -25,7 +25,7 @@ from tidal_connector.metrics import COUNTERS, GAUGES
 BLOCK = 16
 MAX_MODEL_LEN = 6400
 TOP = 5
-_METRICS = ("vllm:num_preemptions", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+_METRICS = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
 
 
 class Engine:
@@ -65,6 +65,9 @@ class Engine:
         )
         self._engine = self._llm.llm_engine
         self.core = self._engine.engine_core.engine_core
+        self._drafts: list[dict[str, list[int]]] = []
+        if settings.draft_tokens:
+            self._note_drafts()
 
     def run(self, asks: Sequence[Ask]) -> Batch:
         """Run a batch to its end."""
@@ -98,10 +101,9 @@ class Engine:
             steps.append(Step(tokens, {name: now[name] - counted[name] for name in now if now[name] != counted[name]}))
             counted = now
         seconds = time.monotonic() - started
-        preempted, proposed, accepted = (
-            after - before for after, before in zip(self._metrics(), before_all, strict=True)
-        )
-        return Batch(answers, steps, preempted, proposed, accepted, seconds)
+        preempted, accepted = (after - before for after, before in zip(self._metrics(), before_all, strict=True))
+        drafts, self._drafts = self._drafts, []
+        return Batch(answers, steps, preempted, drafts, accepted, seconds)
 
     def gauges(self) -> dict[str, float]:
         """Return the connector's gauges; none where there is no connector."""
@@ -115,8 +117,21 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=ask.new_tokens, logprobs=TOP, ignore_eos=True)
         self._engine.add_request(ask.name, {"prompt_token_ids": prompt}, sampling)
 
+    def _note_drafts(self) -> None:
+        """Keep what the drafter proposes: with asynchronous scheduling it never leaves vLLM's runner."""
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        propose = runner.propose_draft_token_ids
+
+        def noted(*args: Any, **options: Any) -> Any:
+            proposed = propose(*args, **options)
+            names = runner.input_batch.req_ids
+            self._drafts.append(dict(zip(names, proposed.tolist(), strict=True)))
+            return proposed
+
+        runner.propose_draft_token_ids = noted
+
     def _metrics(self) -> list[int]:
-        """Return preemptions, draft tokens and accepted draft tokens since the start."""
+        """Return preemptions and accepted draft tokens since the start."""
         found = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
         return [int(found.get(name, 0)) for name in _METRICS]
 

@@ -18,7 +18,8 @@ from typing import Any, Self
 import msgspec
 
 from tests.e2e.single_instance import EngineSettings, Order, Report, run_order
-from tests.e2e.single_instance_batches import BATCHES, TOP_K, make_batch
+from tests.e2e.single_instance_batches import BATCHES, TOP_K, make_batch, often
+from tests.e2e.single_instance_drafter import add_drafter
 
 LAYERS = 4  # one index group of the GLM-like model
 ROW_BYTES = 576 * 4 * LAYERS
@@ -37,6 +38,7 @@ class Case(msgspec.Struct, frozen=True):
         adaptive_rows: rows of the selection cache of an adaptive engine; 0: offload is simply on.
         blocks: a tight number of KV blocks; 0: ample.
         selection: further settings of the cache.
+        draft_tokens: tokens that its drafter proposes per step; 0: no drafter.
     """
 
     arch: str
@@ -46,6 +48,7 @@ class Case(msgspec.Struct, frozen=True):
     adaptive_rows: int = 0
     blocks: int = 0
     selection: dict[str, Any] = {}
+    draft_tokens: int = 0
 
     def settings(self, model: Path) -> EngineSettings:
         """Return the engine for a checkpoint."""
@@ -53,23 +56,33 @@ class Case(msgspec.Struct, frozen=True):
         if self.adaptive_rows:
             selection["bytes"] = self.adaptive_rows * ROW_BYTES
         mode = "adaptive" if self.adaptive_rows else "on"
-        return EngineSettings(str(model), {"offload": mode, "selection": selection}, self.blocks, self.cached)
+        return EngineSettings(
+            str(model),
+            {"offload": mode, "selection": selection},
+            self.blocks,
+            self.cached,
+            draft_tokens=self.draft_tokens,
+        )
 
 
 CASES = {
-    "v32-64": Case("v32", TOP_K, ("short", "alone", "few", "crowd")),
+    "v32-64": Case("v32", TOP_K, ("short", *often("alone", 5), "few", "crowd")),
     "v32-128-cached-tight": Case("v32", 2 * TOP_K, ("pressure", "turns"), cached=True, blocks=TIGHT),
     "v32-256-cached": Case("v32", 4 * TOP_K, ("short", "few", "crowd", "turns"), cached=True),
-    "v32-128-adaptive": Case("v32", 2 * TOP_K, ("alone", "flood"), adaptive_rows=1600),
+    "v32-128-adaptive": Case("v32", 2 * TOP_K, ("alone", "flood", "switch"), adaptive_rows=1600),
     "glm-64-tight": Case("glm", TOP_K, ("pressure", "turns"), blocks=TIGHT),
     "glm-128-cached": Case(
-        "glm", 2 * TOP_K, ("short", "alone", "crowd", "turns"), cached=True, selection={"threads": 2}
+        "glm", 2 * TOP_K, ("short", *often("alone", 5), "crowd", "turns"), cached=True, selection={"threads": 2}
     ),
     "glm-256": Case("glm", 4 * TOP_K, ("few", "crowd"), selection={"prefetch": False}),
-    "glm-64-cached-adaptive": Case("glm", TOP_K, ("flood", "crowd"), cached=True, adaptive_rows=1400),
+    "glm-64-cached-adaptive": Case("glm", TOP_K, ("flood", "crowd", "switch"), cached=True, adaptive_rows=1600),
     "glm-256-cached-adaptive-tight": Case(
         "glm", 4 * TOP_K, ("pressure", "flood"), cached=True, adaptive_rows=1000, blocks=ROOMIER
     ),
+    "v32-128-drafting-cached-tight": Case(
+        "v32", 2 * TOP_K, ("pressure", "turns"), cached=True, blocks=TIGHT, draft_tokens=1
+    ),
+    "glm-128-drafting": Case("glm", 2 * TOP_K, ("short", "few", "crowd"), draft_tokens=1),
 }
 
 
@@ -95,14 +108,24 @@ class Runs:
         for arch in sorted({case.arch for case in chosen.values()}):
             self._submit(arch, EngineSettings(str(self._model(arch))), BATCHES)
         for name, case in chosen.items():
-            self._submit(name, case.settings(self._model(case.arch)), case.batches)
+            model = self._model(case.arch, drafter=case.draft_tokens > 0)
+            self._submit(name, case.settings(model), case.batches)
+            if case.draft_tokens and not case.blocks:
+                plain = EngineSettings(str(model), draft_tokens=case.draft_tokens)
+                self._submit(f"{name}, plain", plain, case.batches)
 
     def report(self, name: str) -> Report:
-        """Return what a case's engine said, or by the name of an architecture, what the plain engine said."""
+        """Return what an engine said, by its name: a case, an architecture for the plain engine, or a case that drafts
+        with ``, plain`` behind it for an engine that drafts without our connector.
+        """
         return self._started[name].result()
 
-    def _model(self, arch: str) -> Path:
-        return self._models(arch=arch, layers=LAYERS)
+    def _model(self, arch: str, drafter: bool = False) -> Path:
+        model = self._models(arch=arch, layers=LAYERS)
+        if not drafter:
+            return model
+        folder = model.with_name(f"{model.name}-drafter")
+        return folder if folder.exists() else add_drafter(model, folder)
 
     def _submit(self, name: str, settings: EngineSettings, batches: Iterable[str]) -> None:
         if name not in self._started:
