@@ -93,7 +93,7 @@ def test_the_tables_of_a_model_show_times_and_bytes() -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     show_model(decode().models[1], console)
     text = console.export_text()
-    assert "20.0 (18.0 to 24.0)" in text
+    assert [name in text for name in ("glm, 8 layers", "20.0", "19.5", "1.02 (0.92 to 1.22)")] == [True] * 4
     assert "0.95 (0.85 to 1.14)" in text
     assert "80.0%" in text
 

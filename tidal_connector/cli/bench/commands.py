@@ -120,7 +120,7 @@ def decode(
     batch: Annotated[
         list[int] | None, typer.Option(help="Requests that decode at once; repeatable; 1, 4 and 8 where not said.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4000,
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 33,
     repetitions: Annotated[int, typer.Option(help="Timed rounds of each batch size and engine.")] = 5,
     layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 8,
@@ -167,7 +167,7 @@ def decode(
 def capacity(
     fit: Annotated[int, typer.Option(help="Requests that fit with all latents on the device; sets the budget.")] = 2,
     requests: Annotated[int, typer.Option(help="Requests that are sent at once.")] = 24,
-    output: Annotated[int, typer.Option(help="Tokens of each answer; the prompt has the rest of 16 x slots.")] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of each answer; the prompt has the rest of 16 x slots.")] = 384,
     arch: Annotated[Literal["v32", "glm"], typer.Option(help="Architecture of the checkpoint.")] = "v32",
     layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 4,
     top_k: Annotated[int, typer.Option(help="Rows that attention selects.")] = 64,

@@ -57,7 +57,7 @@ class DecodeOptions(msgspec.Struct, frozen=True):
 
     archs: tuple[str, ...] = ("v32", "glm")
     batches: tuple[int, ...] = (1, 4, 8)
-    context: int = 4096
+    context: int = 4000
     layers: int = 8
     top_k: int = 256
     slots: int | None = None

@@ -246,8 +246,9 @@ def show(found: Decode, console: Console) -> None:
 def _times(model: ModelCase) -> Table:
     table = Table(
         title=f"{model.arch}, {model.layers} layers, top-k {model.top_k}, contexts of {model.context:,}: ms per output "
-        f"token, median of {model.repetitions} (min to max)",
-        caption="pool: latents in the host pool; device: all on the device; by engine: the ratio by their own clocks.",
+        f"token, medians of {model.repetitions} rounds",
+        caption="pool: latents in the host pool; device: all on the device; by engine: the ratio by their own clocks; "
+        "ratios: median of the pairs (min to max).",
     )
     for heading in ("batch", "pool", "device", "ratio", "by engine", "no prefetch", "ratio"):
         table.add_column(heading, justify="right")
@@ -255,11 +256,11 @@ def _times(model: ModelCase) -> Table:
         without, gain = case.tpot_no_prefetch_ms, case.prefetch_on_over_off
         table.add_row(
             str(case.batch),
-            case.tpot_on_ms.text(1),
-            case.tpot_off_ms.text(1),
+            f"{case.tpot_on_ms.median:.1f}",
+            f"{case.tpot_off_ms.median:.1f}",
             case.tpot_on_over_off.text(2),
             f"{case.engine_tpot_on_over_off.median:.2f}",
-            "-" if without is None else without.text(1),
+            "-" if without is None else f"{without.median:.1f}",
             "-" if gain is None else gain.text(2),
         )
     return table
