@@ -14,7 +14,10 @@ namespace {
 
 using Clock = CopyStream::Clock;
 
-constexpr int64_t kSmallestPart = 64;  // rows that a thread takes at least, some 5 us of copying
+// Rows that a thread takes at once. Few enough that one which is pushed off its core keeps the others waiting
+// for little, and that whoever joins late finds something to do.
+constexpr int64_t kSmallestPart = 64;
+constexpr int64_t kLargestPart = 256;
 constexpr int kAnyNumber = 1 << 20;
 constexpr size_t kSpares = 8;         // row numbers kept for later submissions
 constexpr int64_t kLeastRoom = 2048;  // of which each has room for so many at least
@@ -81,9 +84,8 @@ struct CopyStream::Job {
   void work() {
     int64_t first = next.load(std::memory_order_relaxed);
     while (first < copy.count) {
-      // Half of what is left, so that somebody who joins late finds something to do.
       const int64_t left = copy.count - first;
-      const int64_t part = std::min(left, std::max(kSmallestPart, left / 2));
+      const int64_t part = std::min(left, std::clamp(left / 4, kSmallestPart, kLargestPart));
       if (next.compare_exchange_weak(first, first + part, std::memory_order_relaxed)) {
         copy_part(copy, first, first + part, path);
         first = next.load(std::memory_order_relaxed);
