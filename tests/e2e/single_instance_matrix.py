@@ -8,6 +8,7 @@ Two values of any two columns meet in some row: architecture, slots (top-k, twic
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,10 @@ from typing import Any, Self
 
 import msgspec
 
-from tests.e2e.single_instance import EngineSettings, Order, Report, run_order
+from tests.e2e.single_instance import POOL_BYTES, EngineSettings, Order, Report, run_order
 from tests.e2e.single_instance_batches import BATCHES, TOP_K, make_batch, often
 from tests.e2e.single_instance_drafter import add_drafter
+from tidal_connector.cluster.hugepages import extra_hugepages
 
 LAYERS = 4  # one index group of the GLM-like model
 ROW_BYTES = 576 * 4 * LAYERS
@@ -91,16 +93,21 @@ class Runs:
 
     def __init__(self, models: Callable[..., Path]) -> None:
         self._models = models
-        self._pool = ThreadPoolExecutor(min(2, len(os.sched_getaffinity(0))))
+        self._workers = min(2, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._workers)
         self._started: dict[str, Future[Report]] = {}
+        self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        # For all at once: runs that added theirs side by side would count, and take away, each other's.
+        self._held.enter_context(extra_hugepages(self._workers * POOL_BYTES))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._held.close()
 
     def start(self, names: Iterable[str]) -> None:
         """Start the runs of some cases, and of the plain engines that they are compared with."""
