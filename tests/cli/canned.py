@@ -81,6 +81,7 @@ def gather(**changes: Any) -> Gather:
 def batch_case(batch: int = 4, **changes: Any) -> BatchCase:
     found = BatchCase(
         batch=batch,
+        rounds=5,
         tpot_on_ms=around(20.0),
         tpot_off_ms=around(19.5),
         tpot_on_over_off=around(1.02),
@@ -105,8 +106,8 @@ def batch_case(batch: int = 4, **changes: Any) -> BatchCase:
 def decode(**changes: Any) -> Decode:
     shared = batch_case(8, tpot_no_prefetch_ms=around(21.0), prefetch_on_over_off=around(0.95))
     models = (
-        ModelCase("v32", 8, 8, 256, 512, 2304, 4096, 5, (batch_case(1), batch_case(4))),
-        ModelCase("glm", 8, 2, 256, 512, 2304, 4096, 5, (shared,)),
+        ModelCase("v32", 8, 8, 256, 512, 2304, 4096, (batch_case(1), batch_case(4))),
+        ModelCase("glm", 8, 2, 256, 512, 2304, 4096, (shared,)),
     )
     found = Decode(
         tpot_on_over_off=worst(models),

@@ -134,19 +134,19 @@ def test_prompts_are_prefilled_once_and_engines_take_turns(monkeypatch: pytest.M
     fake = FakeEngines()
     monkeypatch.setattr(bench, "at_once", fake.at_once)
     monkeypatch.setattr(bench, "read_metrics", fake.metrics)
-    options = DecodeOptions(batches=(1, 2), context=600, tokens=3, repetitions=3)
+    options = DecodeOptions(batches=(4, 8), context=600, tokens=3, repetitions=3)
     engines = {name: type("Engine", (), {"name": name.replace(" ", "-")})() for name in ("on", "off", "no prefetch")}
     meter = bench._Meter(options, engines, RowBytes(8, 2304, 264), 2, Console(file=io.StringIO()))
     cases = meter.cases("glm")
-    assert sorted(fake.asked[:6]) == sorted((name, 1, 1) for name in ("on", "off", "no-prefetch") for _ in range(2))
-    rounds = [asked for asked in fake.asked[6:] if asked[1] == 2]
+    assert sorted(fake.asked[:24]) == sorted((name, 1, 1) for name in ("on", "off", "no-prefetch") for _ in range(8))
+    rounds = [asked for asked in fake.asked[24:] if asked[1] == 8]
     assert [name for name, _, _ in rounds] == [
         *("on", "off", "no-prefetch"),  # not timed
         *("on", "off", "no-prefetch"),
         *("off", "no-prefetch", "on"),
         *("no-prefetch", "on", "off"),
     ]
-    assert [case.batch for case in cases] == [1, 2]
+    assert [(case.batch, case.rounds) for case in cases] == [(4, 6), (8, 3)]
     assert cases[1].tpot_on_over_off.median == pytest.approx(2.0)
     assert cases[1].prefetch_on_over_off is not None
     assert cases[1].prefetch_on_over_off.median == pytest.approx(0.5)

@@ -43,7 +43,7 @@ class CapacityOptions(msgspec.Struct, frozen=True):
 
     fit: int = 2
     requests: int = 24
-    output: int = 384
+    output: int = 640
     layers: int = 4
     top_k: int = 64
     slots: int | None = None

@@ -122,7 +122,7 @@ def decode(
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4000,
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 33,
-    repetitions: Annotated[int, typer.Option(help="Timed rounds of each batch size and engine.")] = 5,
+    repetitions: Annotated[int, typer.Option(help="Timed rounds of each engine at batch 8; small ones get more.")] = 5,
     layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 8,
     top_k: Annotated[int, typer.Option(help="Rows that attention selects.")] = 256,
     slots: Annotated[int | None, typer.Option(help="selection.slots; twice top-k where not said.")] = None,
@@ -167,7 +167,7 @@ def decode(
 def capacity(
     fit: Annotated[int, typer.Option(help="Requests that fit with all latents on the device; sets the budget.")] = 2,
     requests: Annotated[int, typer.Option(help="Requests that are sent at once.")] = 24,
-    output: Annotated[int, typer.Option(help="Tokens of each answer; the prompt has the rest of 16 x slots.")] = 384,
+    output: Annotated[int, typer.Option(help="Tokens of each answer; the prompt has the rest of 16 x slots.")] = 640,
     arch: Annotated[Literal["v32", "glm"], typer.Option(help="Architecture of the checkpoint.")] = "v32",
     layers: Annotated[int, typer.Option(help="Layers of the checkpoint.")] = 4,
     top_k: Annotated[int, typer.Option(help="Rows that attention selects.")] = 64,

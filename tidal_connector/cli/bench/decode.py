@@ -49,6 +49,7 @@ OFF = "an engine without the connector, all latents on the device"
 _SPARE = 1.3  # blocks for the answers of earlier rounds, which the prefix cache keeps for a while
 _BLOCK_SIZE = 16
 _INDEX_ROW = 132
+_FULL_BATCH, _MOST_ROUNDS = 8, 3  # a small batch is done sooner, and noise is a larger part of its time
 _CLOCK = "vllm:inter_token_latency_seconds"
 
 
@@ -151,7 +152,6 @@ def _model(options: DecodeOptions, arch: str, folder: Path, console: Console) ->
         slots=options.slots or 2 * options.top_k,
         row_bytes=rows.latent,
         context=options.context,
-        repetitions=options.repetitions,
         cases=cases,
     )
     show_model(found, console)
@@ -193,7 +193,7 @@ class _Meter:
     def cases(self, arch: str) -> tuple[BatchCase, ...]:
         """Prefill all prompts on all engines, then time each batch size."""
         columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        rounds = len(self._options.batches) * len(self._engines) * (1 + self._options.repetitions)
+        rounds = sum(1 + self._rounds(batch) for batch in self._options.batches) * len(self._engines)
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(f"{arch}: prefill", total=rounds + len(self._engines) * len(self._prompts))
 
@@ -224,12 +224,15 @@ class _Meter:
                 done()
         rounds: dict[str, list[Round]] = {name: [] for name in self._engines}
         names = list(self._engines)
-        for number in range(self._options.repetitions):
+        for number in range(self._rounds(batch)):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
                 rounds[name].append(self._round(self._engines[name], prompts))
                 done()
         return batch_case(batch, rounds, found)
+
+    def _rounds(self, batch: int) -> int:
+        return self._options.repetitions * min(_MOST_ROUNDS, -(-_FULL_BATCH // batch))
 
     def _round(self, engine: ServerProcess, prompts: Sequence[Sequence[int]]) -> Round:
         before = read_metrics(engine, _CLOCK)

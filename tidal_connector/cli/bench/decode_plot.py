@@ -22,7 +22,7 @@ def draw(found: Decode, file: Path | None) -> None:
         ConfigError: the file cannot be written.
     """
     title = f"Latents in the host pool: at most {found.tpot_on_over_off:.2f} x the time per token of all on the device"
-    footer = f"off: {found.off}. {found.machine.line()}. Medians of {found.repetitions} interleaved repetitions."
+    footer = f"off: {found.off}. {found.machine.line()}. Medians of interleaved rounds."
     write_plot(file, title, footer, [lambda axes: _times(found, axes), lambda axes: _moves(found, axes)], (1.35, 1))
 
 

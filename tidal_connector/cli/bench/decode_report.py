@@ -84,6 +84,7 @@ class BatchCase(msgspec.Struct, frozen=True):
 
     Attributes:
         batch: requests that decode at once.
+        rounds: answers of each engine that were timed.
         tpot_on_ms: milliseconds per output token, latents in the host pool: the medians of the repetitions.
         tpot_off_ms: the same engine with all latents on the device.
         tpot_on_over_off: of two repetitions that ran one after the other; median of the pairs.
@@ -94,6 +95,7 @@ class BatchCase(msgspec.Struct, frozen=True):
     """
 
     batch: int
+    rounds: int
     tpot_on_ms: Spread
     tpot_off_ms: Spread
     tpot_on_over_off: Spread
@@ -133,6 +135,7 @@ def batch_case(batch: int, rounds: Mapping[str, Sequence[Round]], found: Moved) 
     assert ratio is not None
     return BatchCase(
         batch=batch,
+        rounds=len(medians["on"]),
         tpot_on_ms=spread(medians["on"]),
         tpot_off_ms=spread(medians["off"]),
         tpot_on_over_off=ratio,
@@ -156,7 +159,6 @@ class ModelCase(msgspec.Struct, frozen=True):
         slots: slots of a request.
         row_bytes: bytes of a latent row of one layer.
         context: tokens of each prompt.
-        repetitions: of each batch size and engine.
         cases: one for each batch size.
     """
 
@@ -167,7 +169,6 @@ class ModelCase(msgspec.Struct, frozen=True):
     slots: int
     row_bytes: int
     context: int
-    repetitions: int
     cases: tuple[BatchCase, ...]
 
 
@@ -179,7 +180,8 @@ class Decode(msgspec.Struct, frozen=True):
         prefetch_on_over_off: median of all pairs of the models that share selections; None where none ran.
         bound: of ``tpot_on_over_off``.
         context, tokens: tokens of each prompt and of each answer.
-        repetitions: of each batch size and engine.
+        repetitions: rounds of each engine at batch sizes of 8 and more; small ones are done sooner and get up to three
+            times as many.
         off: what ``off`` is.
         threads: compute threads of each engine.
     """
@@ -246,16 +248,17 @@ def show(found: Decode, console: Console) -> None:
 def _times(model: ModelCase) -> Table:
     table = Table(
         title=f"{model.arch}, {model.layers} layers, top-k {model.top_k}, contexts of {model.context:,}: ms per output "
-        f"token, medians of {model.repetitions} rounds",
+        "token",
         caption="pool: latents in the host pool; device: all on the device; by engine: the ratio by their own clocks; "
         "ratios: median of the pairs (min to max).",
     )
-    for heading in ("batch", "pool", "device", "ratio", "by engine", "no prefetch", "ratio"):
+    for heading in ("batch", "rounds", "pool", "device", "ratio", "by engine", "no prefetch", "ratio"):
         table.add_column(heading, justify="right")
     for case in model.cases:
         without, gain = case.tpot_no_prefetch_ms, case.prefetch_on_over_off
         table.add_row(
             str(case.batch),
+            str(case.rounds),
             f"{case.tpot_on_ms.median:.1f}",
             f"{case.tpot_off_ms.median:.1f}",
             case.tpot_on_over_off.text(2),
