@@ -93,6 +93,7 @@ def batch_case(batch: int = 4, **changes: Any) -> BatchCase:
             hit_rate=0.8,
             bytes_per_step=4e6,
             prefetched_share=0.7,
+            hidden_share=0.6,
             prefetches_per_step=6.0,
             late_share=0.05,
             wait_ms_per_step=0.2,

@@ -46,6 +46,7 @@ def test_counters_become_figures_per_step() -> None:
     assert found.hit_rate == 0.75
     assert found.bytes_per_step == 2000
     assert (found.prefetched_share, found.late_share, found.prefetches_per_step) == (0.25, 0.25, 3)
+    assert found.hidden_share == pytest.approx(0.75)
     assert (found.wait_ms_per_step, found.resolve_ms_per_step, found.gather_ms_per_step) == pytest.approx(
         (0.25, 0.5, 1)
     )

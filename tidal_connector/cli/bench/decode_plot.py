@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidal_connector.cli.bench.decode_report import BatchCase, Decode, ModelCase
-from tidal_connector.cli.bench.plot import FOURTH, INK, OTHER, OURS, THIRD, grouped_bars, write_plot
+from tidal_connector.cli.bench.plot import FOURTH, INK, OTHER, OURS, grouped_bars, write_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,18 +45,10 @@ def _times(found: Decode, axes: Axes) -> None:
     if any(case.tpot_no_prefetch_ms for case in cases):
         without = [case.tpot_no_prefetch_ms.median if case.tpot_no_prefetch_ms else float("nan") for case in cases]
         series.append(("pool, no prefetch", FOURTH, without))
-    ours = grouped_bars(axes, _labels(found), series)[1]
-    for place, case in zip(ours, cases, strict=True):
-        axes.annotate(
-            f"{case.tpot_on_over_off.median:.2f} x",
-            (place, 0),
-            xytext=(0, 10),
-            textcoords="offset points",
-            ha="center",
-            color="white",
-            fontsize=11,
-            fontweight="bold",
-        )
+    labels = [
+        f"{label}\n{case.tpot_on_over_off.median:.2f} x" for label, case in zip(_labels(found), cases, strict=True)
+    ]
+    grouped_bars(axes, labels, series)
 
 
 def _moves(found: Decode, axes: Axes) -> None:
@@ -66,12 +58,12 @@ def _moves(found: Decode, axes: Axes) -> None:
     hidden = [size * case.moved.prefetched_share for size, case in zip(sizes, cases, strict=True)]
     axes.set_title("Bytes that a step fetches from the pool")
     axes.set_ylabel("MiB per step, all layers")
-    axes.bar(places, hidden, 0.6, color=OURS, label="prefetched, there in time")
+    axes.bar(places, hidden, 0.6, color=OURS, label="for layers that follow: ahead of need, in time")
     rest = [size - part for size, part in zip(sizes, hidden, strict=True)]
-    axes.bar(places, rest, 0.6, bottom=hidden, color=THIRD, label="waited for, or fetched on demand")
+    axes.bar(places, rest, 0.6, bottom=hidden, color=OTHER, label="as soon as the layer has selected")
     for place, (size, case) in enumerate(zip(sizes, cases, strict=True)):
         axes.annotate(
-            f"{case.moved.hit_rate:.0%} hits",
+            f"{case.moved.hit_rate:.0%} hits\n{case.moved.hidden_share:.0%} hidden",
             (place, size),
             xytext=(0, 5),
             textcoords="offset points",
@@ -81,5 +73,5 @@ def _moves(found: Decode, axes: Axes) -> None:
         )
     axes.set_xticks(list(places), _labels(found))
     axes.tick_params(axis="x", length=0)
-    axes.margins(y=0.18)
+    axes.margins(y=0.28)
     axes.legend(loc="upper left", fontsize=12)

@@ -27,7 +27,9 @@ class Moved(msgspec.Struct, frozen=True):
         steps: steps that were counted.
         hit_rate: share of the selected rows that were in their slots already.
         bytes_per_step: bytes from the host pool to the slots, over all layers.
-        prefetched_share: share of these bytes that were fetched ahead of need and had arrived when they were needed.
+        prefetched_share: share of these bytes that were fetched for layers which share a selection, ahead of need, and
+            had arrived when they were needed.
+        hidden_share: share of the copying time, write-back included, that attention did not wait for.
         prefetches_per_step: layers per step whose rows were fetched ahead of need.
         late_share: share of those layers that had to wait.
         wait_ms_per_step: milliseconds for which attention waited for rows, over all layers.
@@ -39,6 +41,7 @@ class Moved(msgspec.Struct, frozen=True):
     hit_rate: float
     bytes_per_step: float
     prefetched_share: float
+    hidden_share: float
     prefetches_per_step: float
     late_share: float
     wait_ms_per_step: float
@@ -62,6 +65,7 @@ def moved(before: Mapping[str, float], after: Mapping[str, float], selected_per_
     selected = gain("selection_hits") + gain("selection_misses")
     steps = selected / selected_per_step
     size, ahead = gain("bytes_gathered"), gain("prefetches")
+    copying, waiting = gain("gather_seconds"), gain("prefetch_wait_seconds")
 
     def per_step(value: float) -> float:
         return value / steps if steps else 0.0
@@ -71,11 +75,12 @@ def moved(before: Mapping[str, float], after: Mapping[str, float], selected_per_
         hit_rate=gain("selection_hits") / selected if selected else 0.0,
         bytes_per_step=per_step(size),
         prefetched_share=gain("prefetch_bytes") / size if size else 0.0,
+        hidden_share=max(0.0, 1 - waiting / copying) if copying else 0.0,
         prefetches_per_step=per_step(ahead),
         late_share=gain("prefetches_late") / ahead if ahead else 0.0,
-        wait_ms_per_step=per_step(gain("prefetch_wait_seconds") * _MS),
+        wait_ms_per_step=per_step(waiting * _MS),
         resolve_ms_per_step=per_step(gain("resolve_seconds") * _MS),
-        gather_ms_per_step=per_step(gain("gather_seconds") * _MS),
+        gather_ms_per_step=per_step(copying * _MS),
     )
 
 
@@ -270,8 +275,12 @@ def _times(model: ModelCase) -> Table:
 
 
 def _moves(model: ModelCase) -> Table:
-    table = Table(title=f"what a step fetches, {model.slots} slots per request, rows of {model.row_bytes:,} B")
-    for heading in ("batch", "hits", "KiB", "hidden", "late", "wait ms", "resolve ms", "gather ms"):
+    table = Table(
+        title=f"what a step fetches, {model.slots} slots per request, rows of {model.row_bytes:,} B",
+        caption="ahead: share of the bytes that came for followers, in time; hidden: share of the copying that "
+        "attention did not wait for.",
+    )
+    for heading in ("batch", "hits", "KiB", "ahead", "late", "resolve ms", "copy ms", "wait ms", "hidden"):
         table.add_column(heading, justify="right")
     for case in model.cases:
         step = case.moved
@@ -281,8 +290,9 @@ def _moves(model: ModelCase) -> Table:
             f"{step.bytes_per_step / _KIB:,.0f}",
             f"{step.prefetched_share:.0%}",
             f"{step.late_share:.0%}",
-            f"{step.wait_ms_per_step:.2f}",
             f"{step.resolve_ms_per_step:.2f}",
             f"{step.gather_ms_per_step:.2f}",
+            f"{step.wait_ms_per_step:.2f}",
+            f"{step.hidden_share:.0%}",
         )
     return table

@@ -130,7 +130,7 @@ def grouped_bars(
     for number, (name, colour, values) in enumerate(series):
         places = [at + (number - (len(series) - 1) / 2) * width for at in range(len(labels))]
         bars = axes.bar(places, values, width * 0.92, color=colour, label=name)
-        axes.bar_label(bars, fmt=f"%.{digits}f", padding=3, fontsize=10)
+        axes.bar_label(bars, fmt=f"%.{digits}f", padding=3, fontsize=10 if len(labels) * len(series) < 14 else 9)
         found.append(places)
     axes.set_xticks(range(len(labels)), labels)
     axes.tick_params(axis="x", length=0)
