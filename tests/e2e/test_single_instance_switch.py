@@ -33,3 +33,5 @@ def test_the_old_switch_turns_offload_on(models: Callable[..., Path]) -> None:
     assert switched.gauges["selection_cache_bytes"] > 0
     assert switched.gauges["pool_bytes"] > 0
     assert switched.batches["alone"].gained["rows_gathered"] > 0
+    assert "VLLM_DSA_KV_OFFLOAD=1 without --kv-transfer-config" in switched.log
+    assert 'VLLM_DSA_KV_OFFLOAD=1 is taken for offload = "on"' in switched.log

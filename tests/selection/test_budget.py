@@ -75,6 +75,12 @@ def test_a_share_that_was_set_is_kept() -> None:
     assert plan.concurrent(4096) == 3
 
 
+@pytest.mark.parametrize(("slots", "queries", "rows"), [(128, 1, 144), (64, 2, 144), (128, 3, 208), (256, 3, 272)])
+def test_a_seat_holds_what_a_step_with_draft_tokens_selects(slots: int, queries: int, rows: int) -> None:
+    plan = divide_memory(config(selection=SelectionConfig(slots=slots)), model(queries=queries), 100 << 20)
+    assert plan.base_rows == rows >= queries * (MODEL.top_k + 1)
+
+
 @pytest.mark.parametrize(
     ("selection", "message"),
     [

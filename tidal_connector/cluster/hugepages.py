@@ -8,6 +8,7 @@ is killed with -9: ``python -m tidal_connector.cluster.hugepages PAGES``. Needs 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import subprocess
 import sys
@@ -65,20 +66,33 @@ def free_hugepages() -> int | None:
 
 def add_until_closed(pages: int) -> None:
     """Add hugepages, say on standard output what came of it, and take them away when standard input closes."""
-    before = int(_TOTAL.read_text())
+    for number in (signal.SIGINT, signal.SIGTERM):  # the owner's end is what counts
+        signal.signal(number, signal.SIG_IGN)
     try:
-        _TOTAL.write_text(str(before + pages))
+        added = _change(pages)
     except OSError as error:
         print(f"hugepages cannot be added ({error.strerror}); the pool falls back to other pages", flush=True)
         return
-    for number in (signal.SIGINT, signal.SIGTERM):  # the owner's end is what counts
-        signal.signal(number, signal.SIG_IGN)
-    added = int(_TOTAL.read_text()) - before
     try:
         print(f"{added} of {pages} hugepages were added; they are taken away at the end", flush=True)
         sys.stdin.read()
     finally:
-        _TOTAL.write_text(str(max(0, int(_TOTAL.read_text()) - added)))
+        _change(-added)
+
+
+def _change(pages: int) -> int:
+    """Add pages to the kernel's number, or take some away, and return by how much it changed.
+
+    The kernel takes a total, so two processes that do this at once would undo one another's change: one at a time.
+
+    Raises:
+        OSError: this process may not.
+    """
+    with _TOTAL.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = int(_TOTAL.read_text())
+        _TOTAL.write_text(str(max(0, before + pages)))
+        return int(_TOTAL.read_text()) - before
 
 
 if __name__ == "__main__":

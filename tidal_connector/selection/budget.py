@@ -47,7 +47,8 @@ class MemoryPlan:
     Attributes:
         blocks: KV blocks, and which memory limits them.
         slots: rows of one request's selection cache in each layer, as configured.
-        base_rows: rows of a seat: the slots, and one for each token that a step computes, in whole extents.
+        base_rows: rows of a seat: the slots, and one for each token that a step computes, in whole extents; more where
+            a step with draft tokens selects more than that.
         most_rows: rows up to which a seat may grow (adaptive), else ``base_rows``.
         arena_rows: rows of the selection cache in each layer.
         arena_bytes: bytes of the selection cache over all layers.
@@ -86,7 +87,8 @@ def divide_memory(config: TidalConfig, model: ModelCosts, device_bytes: int) -> 
     """
     slots = config.selection.slots_for(model.top_k)
     row_bytes = model.latent_block_bytes // model.block_size
-    base = _whole(min(slots + model.queries, model.context))
+    # Drafted tokens select for themselves: all that a step selects and writes has to fit at once.
+    base = _whole(min(max(slots + model.queries, model.queries * (model.top_k + 1)), model.context))
     adaptive = config.offload is Offload.ADAPTIVE
     most = max(base, _whole(model.context)) if adaptive else base
     share = config.selection.size

@@ -159,6 +159,10 @@ class SelectionCache:
         """Whether a layer selects for itself (and its followers)."""
         return self._place[layer][1] == 0
 
+    def leader(self, layer: int) -> int:
+        """Return the layer that selects for a layer."""
+        return self._groups[self._place[layer][0]].members[0]
+
     def rows(self, layer: int) -> Rows:
         """Return the slots of a layer, ``[rows, row_bytes]`` uint8."""
         rows: Rows = self._arena[layer]

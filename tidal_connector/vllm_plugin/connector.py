@@ -29,7 +29,7 @@ from tidal_connector.vllm_plugin import compat
 from tidal_connector.vllm_plugin.metadata import TidalHandshake, TidalMetadata
 from tidal_connector.vllm_plugin.scheduler import TidalScheduler
 from tidal_connector.vllm_plugin.stats import TidalPromMetrics, TidalStats
-from tidal_connector.vllm_plugin.translate import engine_facts
+from tidal_connector.vllm_plugin.translate import engine_facts, say_aliases
 from tidal_connector.vllm_plugin.worker import TidalWorker
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         facts = engine_facts(vllm_config)
         log.configure(log_level() or facts.config.log.level, facts.config.log.file)
+        say_aliases(vllm_config)
         self._facts = facts
         self._scheduler: TidalScheduler | None = None
         self._worker: TidalWorker | None = None

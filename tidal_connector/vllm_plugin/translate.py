@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +71,14 @@ def settings(vllm_config: VllmConfig) -> TidalConfig:
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         raise ConfigError("TidalConnector needs --kv-transfer-config")
-    extra, notes = with_aliases(transfer.kv_connector_extra_config)
-    for note in notes:
-        _say_once(note)
-    return load_config(extra)
+    return load_config(with_aliases(transfer.kv_connector_extra_config)[0])
 
 
-@cache
-def _say_once(note: str) -> None:
-    logger.info("%s", note)
+def say_aliases(vllm_config: VllmConfig) -> None:
+    """Log which variables stand in for settings; once the log is set up."""
+    transfer = vllm_config.kv_transfer_config
+    for note in with_aliases(transfer.kv_connector_extra_config)[1] if transfer is not None else ():
+        logger.info("%s", note)
 
 
 def engine_facts(vllm_config: VllmConfig) -> EngineFacts:

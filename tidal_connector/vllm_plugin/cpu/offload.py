@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
-from tidal_connector.config import TidalConfig, offload_asked
+from tidal_connector.config import TidalConfig, log_level, offload_asked
 from tidal_connector.errors import ConfigError
-from tidal_connector.log import get_logger
+from tidal_connector.log import configure, get_logger
 from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory
 from tidal_connector.vllm_plugin.plugins import CONNECTOR
 from tidal_connector.vllm_plugin.translate import settings
@@ -56,6 +56,7 @@ def adopt_switch(vllm_config: VllmConfig) -> None:
     from vllm.config import KVTransferConfig
 
     if vllm_config.kv_transfer_config is None and offload_asked() and vllm_config.model_config is not None:
+        configure(log_level() or "INFO")  # the settings that say where to log exist only from here on
         _log.info("VLLM_DSA_KV_OFFLOAD=1 without --kv-transfer-config: TidalConnector is loaded with kv_role kv_both")
         vllm_config.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +44,8 @@ class PassSelection:
         width: leading columns of a slot table in which anything can be selected.
         others: runs of adjoining requests that read the pool: prefill, and requests without a seat.
         staged: the rows of the pass go to the pool at its end, all at once; otherwise at once, layer by layer.
+        tables: what the layers of a group read of its plan, by its leader: the slots that they write to, ``[queries]``
+            int64, and the slot table, ``[queries, k]`` int64.
     """
 
     seated: DecodeBatch
@@ -52,6 +54,7 @@ class PassSelection:
     width: int
     others: list[list[RequestSpan]]
     staged: bool
+    tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class EngineSelection:
@@ -229,6 +232,7 @@ class LayerSelection:
         self._name = name
         self._layer = layer
         self._leads = engine.cache.leads(layer)
+        self._leader = engine.cache.leader(layer)
 
     def current(self) -> PassSelection | None:
         """Return the pass that is at work, None where it has no seated requests (or is a dummy run without caches)."""
@@ -242,7 +246,9 @@ class LayerSelection:
         """Take the final selection ``[tokens, top_k]`` int32: a leader plans and sends for its group's rows."""
         passed = self.current() if self._leads else None
         if passed is not None:
-            self._engine.cache.plan(self._layer, passed.seated, indices[passed.tokens].numpy())
+            resolved = self._engine.cache.plan(self._layer, passed.seated, indices[passed.tokens].numpy())
+            slots = torch.from_numpy(resolved.slots)[:, : passed.width]
+            passed.tables[self._leader] = (torch.from_numpy(resolved.written).long(), slots.long())
 
     def write(self, passed: PassSelection, rows: torch.Tensor) -> bool:
         """Write the pass's new rows ``[tokens, width]`` to their slots.
@@ -250,21 +256,19 @@ class LayerSelection:
         Returns:
             Whether they also go to the pool from here; otherwise the caller writes them there.
         """
-        engine = self._engine
-        resolved = engine.cache.planned(self._layer, passed.seated)
-        mine = rows[passed.tokens].to(engine.slots(self._layer).dtype)
-        engine.slots(self._layer).index_copy_(0, torch.from_numpy(resolved.written).long(), mine)
+        engine, layer = self._engine, self._layer
+        held = engine.slots(layer)
+        mine = rows[passed.tokens].to(held.dtype)
+        held.index_copy_(0, passed.tables[self._leader][0], mine)
         if passed.staged:
-            engine.staging(self._layer)[: mine.shape[0]] = mine
-            engine.writeback.staged(self._layer)
+            engine.staging(layer)[: mine.shape[0]] = mine
+            engine.writeback.staged(layer)
         return passed.staged
 
     def read(self, passed: PassSelection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's slots ``[rows, width]`` and the slot table ``[queries, k]`` int32, once all is there."""
-        engine = self._engine
-        resolved = engine.cache.planned(self._layer, passed.seated)
-        engine.cache.arrive(self._layer, passed.seated)
-        return engine.slots(self._layer), torch.from_numpy(resolved.slots)[:, : passed.width]
+        """Return the layer's slots ``[rows, width]`` and the slot table ``[queries, k]`` int64, once all is there."""
+        self._engine.cache.arrive(self._layer, passed.seated)
+        return self._engine.slots(self._layer), passed.tables[self._leader][1]
 
 
 def _rows(cache: torch.Tensor) -> np.ndarray:
