@@ -35,6 +35,7 @@ def copy_case(**changes: Any) -> CopyCase:
         gather_gb_per_s=around(10.0),
         memcpy_gb_per_s=around(12.0),
         memcpy_by="torch copy_",
+        contiguous_gb_per_s={"memcpy": around(11.0), "torch copy_": around(12.0)},
         index_select_gb_per_s=around(3.0),
         index_select_to_slots_gb_per_s=around(2.0),
         gather_over_memcpy=around(0.83),

@@ -7,6 +7,7 @@ timing, so that nothing of them is in the processor's caches.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,11 @@ from tidal_connector.cli.bench.rounds import Contender, interleaved
 from tidal_connector.errors import TidalError
 
 _GB = 1e9
+_CONTIGUOUS = ("memcpy", "torch copy_")
 _NATIVE = ops.Implementation.NATIVE
+
+_memcpy = ctypes.CDLL(None).memcpy  # releases the interpreter, as the operators do
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class CopyBench:
@@ -69,7 +74,7 @@ class CopyBench:
         moved = self._rows * self._pool.shape[1] / _GB
         rates = {name: [moved / each for each in values] for name, values in seconds.items()}
         # Which of the two moves bytes faster depends on their number and the threads; the faster one counts.
-        by = max(("memcpy", "torch copy_"), key=lambda name: spread(rates[name]).median)
+        by = max(_CONTIGUOUS, key=lambda name: spread(rates[name]).median)
 
         def over(other: str) -> list[float]:
             return [mine / theirs for mine, theirs in zip(rates["gather"], rates[other], strict=True)]
@@ -82,6 +87,7 @@ class CopyBench:
             gather_gb_per_s=spread(rates["gather"]),
             memcpy_gb_per_s=spread(rates[by]),
             memcpy_by=by,
+            contiguous_gb_per_s={name: spread(rates[name]) for name in _CONTIGUOUS},
             index_select_gb_per_s=spread(rates["index_select"]),
             index_select_to_slots_gb_per_s=spread(rates["index_select, index_copy_"]),
             gather_over_memcpy=spread(over(by)),
@@ -116,11 +122,12 @@ class CopyBench:
     def _memcpy(self, threads: int, helpers: ThreadPoolExecutor) -> Callable[[], None]:
         source, destination = self._neighbours()
         cuts = [len(source) * part // threads for part in range(threads + 1)]
-        parts = [(destination[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)]
+        to, taken = destination.ctypes.data, source.ctypes.data
+        parts = [(to + a, taken + a, b - a) for a, b in itertools.pairwise(cuts)]
 
         def act() -> None:
-            others = [helpers.submit(np.copyto, to, taken) for to, taken in parts[1:]]
-            np.copyto(*parts[0])
+            others = [helpers.submit(_memcpy, *part) for part in parts[1:]]
+            _memcpy(*parts[0])
             for other in others:
                 other.result()
 
