@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.cli.canned import copy_case, gather, resolve_case
 from tidal_connector import ops
-from tidal_connector.cli.bench import gather_copy, gather_resolve
+from tidal_connector.cli.bench import gather_copy, gather_resolve, rounds
 from tidal_connector.cli.bench.figures import Spread
 from tidal_connector.cli.bench.gather_lru import MappedLru, SortedLru, selections
 from tidal_connector.cli.bench.gather_report import ContextPoint, show
@@ -84,6 +84,17 @@ def test_each_contender_begins_a_round_and_what_is_prepared_is_not_timed() -> No
     assert rounds == 3
     assert [name for name in order if "prepare" not in name] == ["a", "b", "b", "a", "a", "b"]
     assert order[:4] == ["prepare a", "a", "prepare b", "b"]
+
+
+def test_a_contender_works_for_a_while_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now) * 0.25)
+    done: list[str] = []
+    work = Contender("a", lambda: lambda: done.append("a"))
+    found = interleaved([work], 1, lambda: None, warm_up=0, settle_s=1.0)
+    # The clock is read once for the end of the second, then before each piece of work until it is over, then twice.
+    assert found == {"a": [0.25]}
+    assert len(done) == 3 + 1
 
 
 def test_a_cost_split_adds_up_and_noise_makes_nothing_negative() -> None:

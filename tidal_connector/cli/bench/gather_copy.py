@@ -23,6 +23,7 @@ from tidal_connector.cli.bench.rounds import Contender, interleaved
 from tidal_connector.errors import TidalError
 
 _GB = 1e9
+_SETTLE_S = 0.01
 _CONTIGUOUS = ("memcpy", "torch copy_")
 _NATIVE = ops.Implementation.NATIVE
 
@@ -68,7 +69,7 @@ class CopyBench:
                     Contender("index_select", self._index_select),
                     Contender("index_select, index_copy_", self._index_select_to_slots),
                 ]
-                seconds = interleaved(contenders, repetitions, done)
+                seconds = interleaved(contenders, repetitions, done, settle_s=_SETTLE_S)
         finally:
             torch.set_num_threads(before)
         moved = self._rows * self._pool.shape[1] / _GB

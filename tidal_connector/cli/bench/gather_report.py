@@ -29,7 +29,7 @@ class CopyCase(msgspec.Struct, frozen=True):
         rows: rows of one timing.
         gather_gb_per_s: ``ops.copy_rows``, bytes of rows per second in units of 10^9.
         memcpy_gb_per_s: as many bytes in one piece, out of the same pool into the same cache.
-        memcpy_by: the faster of ``memcpy`` (one call per thread, by Python's threads) and ``torch copy_`` (by OpenMP's).
+        memcpy_by: the faster of ``memcpy`` (a call for each thread, by Python's) and ``torch copy_`` (by OpenMP's).
         contiguous_gb_per_s: both of them.
         index_select_gb_per_s: ``torch.index_select`` into a dense buffer that exists: half of the work.
         index_select_to_slots_gb_per_s: the same, and ``index_copy_`` from there into the slots: all of the work.

@@ -26,7 +26,11 @@ class Contender(NamedTuple):
 
 
 def interleaved(
-    contenders: Sequence[Contender], repetitions: int, done: Callable[[], None], warm_up: int = WARM_UP
+    contenders: Sequence[Contender],
+    repetitions: int,
+    done: Callable[[], None],
+    warm_up: int = WARM_UP,
+    settle_s: float = 0.0,
 ) -> dict[str, list[float]]:
     """Return the seconds of each contender, one for each repetition; the same index is the same round.
 
@@ -37,12 +41,18 @@ def interleaved(
         repetitions: timed rounds.
         done: called after each round, also of the warm-up.
         warm_up: rounds before the first that counts.
+        settle_s: seconds for which a contender works before each of its timings, so that nobody inherits what another
+            left behind: OpenMP's threads, for one, spin on their cores for milliseconds after their work.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
     for number in range(warm_up + repetitions):
         first = number % len(contenders)
         for each in (*contenders[first:], *contenders[:first]):
             act = each.prepare()
+            settled = time.perf_counter() + settle_s
+            while time.perf_counter() < settled:
+                act()
+                act = each.prepare()
             began = time.perf_counter()
             act()
             seconds[each.name].append(time.perf_counter() - began)
