@@ -20,8 +20,9 @@ from tidal_connector import ops
 from tidal_connector.cli.bench import gather_copy, gather_resolve, rounds
 from tidal_connector.cli.bench.figures import Spread
 from tidal_connector.cli.bench.gather_lru import MappedLru, SortedLru, selections
-from tidal_connector.cli.bench.gather_report import ContextPoint, show
+from tidal_connector.cli.bench.gather_report import ContextPoint
 from tidal_connector.cli.bench.gather_resolve import PAGE_TOKENS, Native, Steps, cost_split
+from tidal_connector.cli.bench.gather_tables import show
 from tidal_connector.cli.bench.rounds import Contender, interleaved
 from tidal_connector.cli.main import app
 from tidal_connector.errors import TidalError

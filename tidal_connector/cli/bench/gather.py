@@ -24,9 +24,9 @@ from tidal_connector.cli.bench.gather_report import (
     ResolveCase,
     context_text,
     gather_result,
-    show,
 )
 from tidal_connector.cli.bench.gather_resolve import WARM_UP, Steps, context_sweep, resolve_case
+from tidal_connector.cli.bench.gather_tables import show
 from tidal_connector.cli.bench.rounds import WARM_UP as COPY_WARM_UP
 from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cluster.hugepages import extra_hugepages
