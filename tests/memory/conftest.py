@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 from tidal_connector.memory.machine import Machine
 
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+# What tidal_connector.cluster.hugepages locks, too: either would restore the other's number.
+LOCK = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 TWO_MIB = 2 << 20
 
 
@@ -20,7 +21,7 @@ def hugepages() -> Iterator[Callable[[int], None]]:
     """A function that makes exactly so many 2 MiB hugepages free; the machine's setting is restored afterwards."""
     if not os.access(NR_HUGEPAGES, os.W_OK):
         pytest.skip("hugepages can be reserved by root only")
-    with (Path(tempfile.gettempdir()) / "tidal-hugepages.lock").open("w") as lock:
+    with LOCK.open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = int(NR_HUGEPAGES.read_text())
 
