@@ -85,6 +85,15 @@ def test_sparse_attention_reads_exactly_the_selection(
         torch.testing.assert_close(output[token].double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_a_step_without_requests_gives_zeros() -> None:
+    step = batch([(0, 5)], 16, padding=2)
+    assert step.spans == ()
+    cache, buffer = empty_cache(16, reference.WIDTH, torch.float32), torch.full((9, K), -1, dtype=torch.int32)
+    output, _ = make("sparse", buffer).forward_mqa(torch.randn(2, reference.HEADS, reference.WIDTH), cache, step, None)
+    assert output.shape == (2, reference.HEADS, reference.VALUES)
+    assert not output.any()
+
+
 def test_a_small_buffer_changes_nothing_but_what_is_gathered() -> None:
     from tidal_connector.metrics import Counters
     from tidal_connector.vllm_plugin.cpu.gather import RowBuffer

@@ -236,7 +236,7 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
         output = query.new_zeros((*query.shape[:2], self.kv_lora_rank), dtype=torch.float32)
         passed = self._selection.current() if self._selection is not None else None
         if self._selection is None or passed is None:
-            self._attend_rows(query, rows, metadata, metadata.spans, output)
+            self._attend_rows(query, rows, metadata, [metadata.spans], output)
             return output
         held, slots = self._selection.read(passed)
         if isinstance(passed.tokens, slice):
@@ -245,8 +245,7 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
             part = query.new_zeros((len(passed.tokens), *output.shape[1:]), dtype=torch.float32)
             attend_slots(query[passed.tokens], held, slots, passed.spans, self.scale, part)
             output.index_copy_(0, passed.tokens, part)
-        for spans in passed.others:
-            self._attend_rows(query, rows, metadata, spans, output)
+        self._attend_rows(query, rows, metadata, passed.others, output)
         return output
 
     def _attend_rows(
@@ -254,24 +253,28 @@ class TidalSparseMLAImpl(_LatentImpl, SharedTopkIndicesBuffer):
         query: torch.Tensor,
         rows: torch.Tensor,
         metadata: TidalMLAMetadata,
-        spans: Sequence[RequestSpan],
+        runs: Sequence[Sequence[RequestSpan]],
         output: torch.Tensor,
     ) -> None:
-        """Attend for adjoining requests to the rows of the cache, through the row buffer, a piece at a time."""
-        selected = _trim(self._indices()[: query.shape[0]])
-        if self._counters is None and all(span.stop - span.start < MANY_QUERIES for span in spans):
-            # The rows are on the device already: a few queries read them where they lie.
-            part = slice(spans[0].start, spans[-1].stop)
-            inside = [(span.start - part.start, span.stop - part.start) for span in spans]
-            slots = torch.from_numpy(metadata.wanted(selected[part], part))
-            attend_slots(query[part], rows, slots, inside, self.scale, output[part])
+        """Attend for runs of adjoining requests to the rows of the cache, through the row buffer, a piece at a time."""
+        runs = [spans for spans in runs if spans]
+        if not runs:
             return
+        selected = _trim(self._indices()[: query.shape[0]])
         buffer, k = metadata.buffer, selected.shape[1]
         row_bytes, gathered = rows.shape[1] * rows.element_size(), 0
-        for part, inside in metadata.pieces(k, buffer.capacity(row_bytes), spans):
-            held, slots = buffer.fill(rows, metadata.wanted(selected[part], part))
-            attend_slots(query[part], held, slots, inside, self.scale, output[part])
-            gathered += held.shape[0]
+        for spans in runs:
+            if self._counters is None and all(span.stop - span.start < MANY_QUERIES for span in spans):
+                # The rows are on the device already: a few queries read them where they lie.
+                part = slice(spans[0].start, spans[-1].stop)
+                inside = [(span.start - part.start, span.stop - part.start) for span in spans]
+                slots = torch.from_numpy(metadata.wanted(selected[part], part))
+                attend_slots(query[part], rows, slots, inside, self.scale, output[part])
+                continue
+            for part, inside in metadata.pieces(k, buffer.capacity(row_bytes), spans):
+                held, slots = buffer.fill(rows, metadata.wanted(selected[part], part))
+                attend_slots(query[part], held, slots, inside, self.scale, output[part])
+                gathered += held.shape[0]
         if self._counters is not None:
             self._counters.add("rows_gathered", gathered)
             self._counters.add("bytes_gathered", gathered * row_bytes)
