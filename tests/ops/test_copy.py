@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidal_connector.errors import NativeOpMissing
+from tests.ops.paths import every_way
 from tidal_connector.ops import Implementation, copy_rows, native, reference
 
 Rows = npt.NDArray[np.uint8]
@@ -20,26 +20,7 @@ Indices = npt.NDArray[np.int64]
 Copy = Callable[[Rows, Indices, Rows, Indices], int]
 
 
-def with_path(path: native.CopyPath, threads: int = 1) -> Copy:
-    return lambda source, source_rows, destination, destination_rows: native.copy_rows(
-        source, source_rows, destination, destination_rows, threads, path
-    )
-
-
-def implementations() -> list[object]:
-    found = [pytest.param(reference.copy_rows, id="reference")]
-    try:
-        paths = native.paths()
-    except NativeOpMissing as error:
-        skip = pytest.mark.skip(reason=str(error))
-        return [*found, pytest.param(reference.copy_rows, id="native", marks=[pytest.mark.native, skip])]
-    found += [
-        pytest.param(with_path(path), id=f"native-{path.name.lower()}", marks=pytest.mark.native) for path in paths
-    ]
-    return [*found, pytest.param(with_path(paths[-1], threads=3), id="native-threads", marks=pytest.mark.native)]
-
-
-every = pytest.mark.parametrize("copy", implementations())
+every = every_way("copy", reference.copy_rows, native.copy_rows)
 
 
 def rows_of(seed: int, pages: int, page_tokens: int, row_bytes: int, page_gap: int = 0, row_gap: int = 0) -> Rows:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.paths import every_way
 from tidal_connector.errors import NativeOpMissing
 from tidal_connector.ops import Implementation, gather_rows, native, reference
 
@@ -19,24 +20,7 @@ Array = npt.NDArray[np.uint8]
 Gather = Callable[[Array, npt.NDArray[np.int64], Array], int]
 
 
-def with_path(path: native.CopyPath, threads: int = 1) -> Gather:
-    return lambda pool, slots, out: native.gather_rows(pool, slots, out, threads, path)
-
-
-def implementations() -> list[object]:
-    found = [pytest.param(reference.gather_rows, id="reference")]
-    try:
-        paths = native.paths()
-    except NativeOpMissing as error:
-        skip = pytest.mark.skip(reason=str(error))
-        return [*found, pytest.param(reference.gather_rows, id="native", marks=[pytest.mark.native, skip])]
-    found += [
-        pytest.param(with_path(path), id=f"native-{path.name.lower()}", marks=pytest.mark.native) for path in paths
-    ]
-    return [*found, pytest.param(with_path(paths[-1], threads=3), id="native-threads", marks=pytest.mark.native)]
-
-
-every = pytest.mark.parametrize("gather", implementations())
+every = every_way("gather", reference.gather_rows, native.gather_rows)
 
 
 def pool_of(pages: int, page_tokens: int, row_bytes: int, page_gap: int = 0, row_gap: int = 0) -> Array:
