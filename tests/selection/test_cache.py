@@ -106,8 +106,7 @@ class World:
                     chosen = self.rng.permutation(length)[: int(self.rng.integers(1, TOP_K + 1))]
                     selected[i] = -1
                     selected[i, : len(chosen)] = chosen
-                self.cache.plan(layer, batch, selected)
-            resolved = self.cache.planned(layer, batch)
+                resolved = self.cache.plan(layer, batch, selected)
             for i, request in enumerate(requests):
                 self.cache.rows(layer)[resolved.written[i]] = self.rows[request][-1][layer]
             self.cache.arrive(layer, batch)

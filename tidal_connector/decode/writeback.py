@@ -88,6 +88,5 @@ class WriteBack:
             TransferFailed: it is not within :data:`SETTLE_S`.
         """
         ticket, self._last_ticket = self._last_ticket, 0
-        self._stream.settle(
-            ticket, SETTLE_S
-        )  # of all layers: waiting for the last alone would let it overtake the others
+        # Of all layers: waiting for the last alone would let it overtake the others.
+        self._stream.settle(ticket, SETTLE_S)

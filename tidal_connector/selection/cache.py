@@ -70,7 +70,7 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class _Group:
-    members: tuple[int, ...]
+    layers: IndexGroup
     state: ops.SlotState
     buffers: ops.ResolveBuffers
     moves: ops.MoveSet
@@ -127,7 +127,7 @@ class SelectionCache:
         rows = int(arena.shape[1])
         self._groups = [
             _Group(
-                group.members,
+                group,
                 ops.SlotState.empty(rows, requests),
                 ops.ResolveBuffers(),
                 stream.prepare([ops.Move(pools[layer], arena[layer]) for layer in group.members]),
@@ -161,7 +161,7 @@ class SelectionCache:
 
     def leader(self, layer: int) -> int:
         """Return the layer that selects for a layer."""
-        return self._groups[self._place[layer][0]].members[0]
+        return self._groups[self._place[layer][0]].layers.leader
 
     def rows(self, layer: int) -> Rows:
         """Return the slots of a layer, ``[rows, row_bytes]`` uint8."""
@@ -202,7 +202,7 @@ class SelectionCache:
         return resolved
 
     def _count(self, group: _Group, batch: DecodeBatch, resolved: ops.Resolved) -> None:
-        moved = len(resolved.miss_rows) * len(group.members)
+        moved = len(resolved.miss_rows) * len(group.layers.members)
         add = self._counters.add
         add("selection_hits", resolved.hits)
         add("selection_misses", resolved.misses)
@@ -225,14 +225,6 @@ class SelectionCache:
                     group.names,
                     starts[index + 1] - starts[index],
                 )
-
-    def planned(self, layer: int, batch: DecodeBatch) -> ops.Resolved:
-        """Return what the leader of a layer's group planned in this pass.
-
-        Raises:
-            LookupError: the leader has not planned yet.
-        """
-        return batch.plans[self._place[layer][0]].resolved
 
     def arrive(self, layer: int, batch: DecodeBatch) -> None:
         """Return once the rows that a layer's plan fetches are in its slots.

@@ -162,11 +162,6 @@ class SeatBook:
         """Arena rows in seats."""
         return (self._extents - len(self._free)) * self._extent_rows
 
-    @property
-    def rows(self) -> int:
-        """Arena rows."""
-        return self._extents * self._extent_rows
-
     def check(self) -> None:
         """Verify that every extent is free or in one seat, and that the operator's tables say the same.
 
