@@ -12,6 +12,8 @@
     ├── PoolExhausted          the host pool cannot be had as demanded, or a buffer of rows is too small for a step
     ├── TransferFailed         bytes could not be moved, or may have been moved only in part
     ├── PeerLost               a peer does not answer, or came back as another incarnation
+    ├── RegistryLost           the registry does not answer, so nothing is known of the cluster
+    ├── Conflict               somebody else changed, or holds, what was to be changed
     └── NativeOpMissing        an operator has no implementation for this machine
 
 Lower floors raise; only ``vllm_plugin`` turns an error into what vLLM understands. Each message is one line
@@ -55,6 +57,14 @@ class TransferFailed(TidalError):
 
 class PeerLost(TidalError):
     """A peer does not answer within its deadline, or came back as another incarnation."""
+
+
+class RegistryLost(TidalError):
+    """The registry does not answer within its bound; whether a write reached it is not known."""
+
+
+class Conflict(TidalError):
+    """Somebody else changed or holds what was to be changed; nothing was written."""
 
 
 class NativeOpMissing(TidalError):

@@ -7,6 +7,7 @@ they are often equal, and that is exactly when mixing them up goes unnoticed.
 
 from __future__ import annotations
 
+import enum
 import secrets
 from typing import NewType
 
@@ -30,6 +31,14 @@ HostPageId = NewType("HostPageId", int)
 
 DevicePageId = NewType("DevicePageId", int)
 """A page of a device cache: the index keys (or, on prefill, also the latents) of one block in one layer."""
+
+
+class Role(enum.StrEnum):
+    """What an engine does; the value is what command line and registry call it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
 
 
 def new_incarnation() -> Incarnation:

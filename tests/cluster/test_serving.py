@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tidal_connector.cluster.serving import (
-    Role,
     engine_command,
     kv_transfer_config,
     read_serve_config,
 )
 from tidal_connector.config import load_config
 from tidal_connector.errors import ConfigError
+from tidal_connector.ids import Role
 
 ROOT = Path(__file__).resolve().parents[2]
 

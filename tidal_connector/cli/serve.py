@@ -11,13 +11,13 @@ from pathlib import Path
 import typer
 
 from tidal_connector.cluster.serving import (
-    Role,
     engine_command,
     engine_environment,
     kv_transfer_config,
     read_serve_config,
 )
 from tidal_connector.errors import ConfigError
+from tidal_connector.ids import Role
 
 
 def run_serve(role: str, file: Path, vllm_args: Sequence[str], print_only: bool) -> None:

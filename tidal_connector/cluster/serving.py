@@ -7,7 +7,6 @@ Owns the shape of ``configs/prefill.toml`` and ``configs/decode.toml``. Pure but
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 import json
 import sys
@@ -20,15 +19,7 @@ import msgspec
 
 from tidal_connector.config import child_environment, convert_strict, load_config
 from tidal_connector.errors import ConfigError
-
-
-class Role(enum.StrEnum):
-    """What an engine does; the value is what the command line calls it."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
+from tidal_connector.ids import Role
 
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

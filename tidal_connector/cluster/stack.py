@@ -18,7 +18,6 @@ import msgspec
 
 from tidal_connector.cluster.launch import ServerProcess, free_ports, wait_ready
 from tidal_connector.cluster.serving import (
-    Role,
     ServeConfig,
     engine_command,
     engine_environment,
@@ -26,6 +25,7 @@ from tidal_connector.cluster.serving import (
 )
 from tidal_connector.config import child_environment
 from tidal_connector.errors import TidalError
+from tidal_connector.ids import Role
 
 MODEL_NAME = "tidal"
 PREFILL_ENGINE = "prefill-0"

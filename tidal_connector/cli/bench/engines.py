@@ -18,9 +18,10 @@ import httpx
 import msgspec
 
 from tidal_connector.cluster.launch import ServerProcess
-from tidal_connector.cluster.serving import Role, ServeConfig, kv_transfer_config
+from tidal_connector.cluster.serving import ServeConfig, kv_transfer_config
 from tidal_connector.cluster.stack import MODEL_NAME, StackSettings, plain_engine
 from tidal_connector.errors import TidalError
+from tidal_connector.ids import Role
 
 Result = TypeVar("Result")
 
