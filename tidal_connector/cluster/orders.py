@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's supervisor (``tidal serve``) is told through the registry: one order per engine, ``orders/ENGINE``.
 
-Written by operators (``tidal drain``) and by the conductor of a rollout; heard by the supervisor. Orders are not leased:
+Written by operators (``tidal drain``) and by the conductor of a rollout; heard by the supervisor. Orders have no lease:
 an order that was given while its engine's machine was down still holds when it comes back.
 
 * ``drain``: take no new requests, let the running ones finish, stop (at the deadline in any case).
