@@ -34,7 +34,7 @@ class Timings:
 
     def observe(self, seconds: float) -> None:
         """Count one duration; what is no number is not counted, since showing must never fail a request."""
-        if seconds == seconds:  # not a NaN
+        if not math.isnan(seconds):
             bounded = min(max(seconds, SHORTEST_S), LONGEST_S)
             bucket = min(_LAST, round(math.log(bounded / SHORTEST_S) / _STEP))
             self._counts[bucket] = self._counts.get(bucket, 0) + 1
