@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Durations as the proxy sees them, kept so that any quantile of any stretch of time can be told. Pure.
 
-Whoever serves requests only counts (:meth:`Timings.observe`, about a microsecond);
-whoever shows them takes what has come together since it last asked, and adds stretches up. Buckets lie 5 % apart, so
+Whoever sees durations only counts (:meth:`Timings.observe`); whoever shows them takes
+what has come together since it last asked, and adds stretches up. Buckets lie 5 % apart, so
 a quantile is right within 2.5 %, and memory is bounded whatever comes. Event loop's thread only.
 """
 
@@ -43,22 +43,6 @@ class Timings:
         """Return what was counted since the last call."""
         counts, self._counts = self._counts, {}
         return counts
-
-
-class Observed:
-    """What the proxy sees of its answers.
-
-    Attributes:
-        first_byte: from the client's request to the first byte of its answer, streams only (a whole answer's first byte
-            comes with its last).
-        per_token: of a stream that ended well, the time between its first and its last event over the events between.
-    """
-
-    __slots__ = ("first_byte", "per_token")
-
-    def __init__(self) -> None:
-        self.first_byte = Timings()
-        self.per_token = Timings()
 
 
 def total(counts: Iterable[Counts]) -> Counts:

@@ -66,6 +66,21 @@ class RegistryView(msgspec.Struct, frozen=True):
     odd: Mapping[str, str] = {}
 
 
+class PairView(msgspec.Struct, frozen=True):
+    """A prefill and a decode engine.
+
+    Attributes:
+        prefill, decode: their ids.
+        requests: requests that the two work on together now.
+        barred: why the pair may not be formed; empty where it may.
+    """
+
+    prefill: str
+    decode: str
+    requests: int = 0
+    barred: str = ""
+
+
 class Sample(msgspec.Struct, frozen=True):
     """One finished request.
 
@@ -113,6 +128,8 @@ class ProxyState(msgspec.Struct, frozen=True, kw_only=True):
         requests: finished requests by outcome, since the start.
         attempts, retries: pairs dispatched, and those that were not a request's first.
         recent: the last finished requests (up to 1000), oldest first.
+        traffic: the pairs that work on a request now, and those that may not be formed; others are left out.
+        silent_s: for how long the request that waits longest for the first byte of its answer has waited; 0 without any.
     """
 
     at: float
@@ -133,6 +150,8 @@ class ProxyState(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     retries: int
     recent: tuple[Sample, ...]
+    traffic: tuple[PairView, ...] = ()
+    silent_s: float = 0.0
 
 
 class View(Protocol):
