@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations as the proxy sees them, kept so that any quantile of any stretch of time can be told. Pure.
+"""Durations, kept so that any quantile of any stretch of time can be told. Pure.
 
-Whoever sees durations only counts (:meth:`Timings.observe`); whoever shows them takes
-what has come together since it last asked, and adds stretches up. Buckets lie 5 % apart, so
-a quantile is right within 2.5 %, and memory is bounded whatever comes. Event loop's thread only.
+Whoever sees durations only counts; whoever shows them takes what has come together since it last asked, and adds
+stretches up. Buckets lie 5 % apart, so a quantile is right within 2.5 %, and memory is bounded whatever comes.
 """
 
 from __future__ import annotations

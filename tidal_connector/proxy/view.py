@@ -129,7 +129,7 @@ class ProxyState(msgspec.Struct, frozen=True, kw_only=True):
         attempts, retries: pairs dispatched, and those that were not a request's first.
         recent: the last finished requests (up to 1000), oldest first.
         traffic: the pairs that work on a request now, and those that may not be formed; others are left out.
-        silent_s: for how long the request that waits longest for the first byte of its answer has waited; 0 without any.
+        silent_s: how long the request that waits longest for its first byte has waited; 0 where none waits.
     """
 
     at: float
