@@ -121,3 +121,40 @@ def test_the_variables_of_tidalcache_stand_in_for_settings(monkeypatch: pytest.M
     monkeypatch.setenv("VLLM_DSA_KV_OFFLOAD", "yes")
     with pytest.raises(ConfigError, match="VLLM_DSA_KV_OFFLOAD = 'yes': expected 1"):
         with_aliases({})
+
+
+@pytest.mark.parametrize(
+    ("control", "transfer", "host"),
+    [
+        ({}, {}, "127.0.0.1"),
+        ({"bind": "[fd00::1]:7100"}, {}, "fd00::1"),
+        ({"bind": "[::]:7100", "advertise": "fd00::1"}, {}, "fd00::1"),
+        ({"bind": "[::]:7100", "advertise": "[fd00::1]"}, {}, "fd00::1"),
+        ({"bind": "[::]:7100", "advertise": "[fd00::1]:7101"}, {}, "fd00::1"),
+        ({"bind": "0.0.0.0:7100", "advertise": "10.0.0.1"}, {}, "10.0.0.1"),
+        ({"bind": "0.0.0.0:7100", "advertise": "node-1:7101"}, {}, "node-1"),
+        ({"bind": "10.0.0.1:7100"}, {"host": "[fd00::2]"}, "fd00::2"),
+        ({"bind": "10.0.0.1:7100"}, {"host": "fd00::2"}, "fd00::2"),
+    ],
+)
+def test_the_data_ports_are_reached_where_the_control_channel_is_unless_told(
+    control: dict[str, str], transfer: dict[str, str], host: str
+) -> None:
+    assert load_config({"control": control, "transfer": transfer}).transfer_host == host
+
+
+@pytest.mark.parametrize(
+    ("control", "transfer", "words"),
+    [
+        ({}, {"host": "0.0.0.0"}, r"transfer\.host = '0\.0\.0\.0': expected an address"),
+        ({}, {"host": "::"}, r"transfer\.host = '::': expected an address"),
+        ({}, {"host": "a b"}, r"transfer\.host = 'a b': expected"),
+        ({"advertise": ""}, {}, r"control\.advertise = '': expected"),
+        ({"advertise": "fd00::1:"}, {}, r"control\.advertise = 'fd00::1:': expected"),
+    ],
+)
+def test_an_address_that_no_peer_can_use_is_refused(
+    control: dict[str, str], transfer: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _ = load_config({"control": control, "transfer": transfer}).transfer_host

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import ipaddress
 import os
 import re
 import types
@@ -116,6 +117,16 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: Positive = 10.0
     quarantine_s: Positive | None = None
 
+    def advertised(self) -> tuple[str, int]:
+        """Return the host that peers connect to, and the port, which is 0 where the one that is bound counts.
+
+        Raises:
+            ConfigError: an address cannot be read.
+        """
+        if self.advertise is None:
+            return parse_address("control.bind", self.bind)[0], 0
+        return parse_host("control.advertise", self.advertise)
+
 
 class SelectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The selection cache on the device, of an engine whose latents live in the host pool.
@@ -216,6 +227,20 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.offload is not Offload.OFF
 
     @property
+    def transfer_host(self) -> str:
+        """The address under which peers reach the data ports, without brackets: the control channel's, if not said.
+
+        Raises:
+            ConfigError: it cannot be read, or no peer can use it.
+        """
+        if self.transfer.host is None:
+            return self.control.advertised()[0]
+        host = parse_host("transfer.host", self.transfer.host)[0]
+        if is_unspecified(host):
+            raise ConfigError(f"transfer.host = {host!r}: expected an address of this machine that peers reach")
+        return host
+
+    @property
     def quarantine_s(self) -> float:
         """Seconds of quarantine, by the transport where it is not set."""
         if self.control.quarantine_s is not None:
@@ -258,6 +283,39 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
         shown = text if len(text) <= 200 else text[:200] + "..."
         raise ConfigError(f'{field} = {shown!r}: expected "host:port", or "[address]:port" for IPv6')
     return plain, int(port)
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether a host is ``0.0.0.0`` or ``::``, which one can listen on and nobody can call."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name
+
+
+def join_address(host: str, port: int) -> str:
+    """Join a host and a port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_host(field: str, text: str) -> tuple[str, int]:
+    """Split ``host``, ``host:port``, ``ipv6``, ``[ipv6]`` or ``[ipv6]:port``; the port is 0 where there is none.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    bracketed = text.startswith("[") and text.endswith("]")
+    plain = text[1:-1] if bracketed else text
+    try:
+        return str(ipaddress.ip_address(plain)), 0
+    except ValueError:
+        pass
+    if ":" in text:
+        return parse_address(field, text)
+    try:
+        return parse_address(field, f"{text}:0")
+    except ConfigError:
+        raise ConfigError(f"{field} = {text!r}: expected a host or an address") from None
 
 
 def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> TidalConfig:
@@ -410,8 +468,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **(extra or {})}
 
 
-def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float) -> None:
-    """Set the variables that Mooncake reads once at its import.
+def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float, ipv6: bool) -> bool:
+    """Set the variables that Mooncake reads once at its import, and return whether its sockets will be of IPv6.
 
     Variables that the operator has set are left alone. Must run before ``mooncake`` is imported.
 
@@ -420,6 +478,7 @@ def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeou
         progress_timeout_s: seconds without a moved byte, or without an acknowledgement, before a descriptor
             fails.
         wait_timeout_s: bound of Mooncake's own blocking waits; must exceed the former.
+        ipv6: open sockets of IPv6. They also take callers of IPv4, but without it nothing of IPv6 works.
     """
     defaults = {
         "MC_TRANSFER_TIMEOUT": str(max(5, round(wait_timeout_s))),
@@ -432,5 +491,8 @@ def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeou
     }
     if force_tcp:
         defaults["MC_FORCE_TCP"] = "1"
+    if ipv6:
+        defaults["MC_USE_IPV6"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    return os.environ.get("MC_USE_IPV6") == "1"

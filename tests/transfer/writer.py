@@ -13,9 +13,9 @@ from tidal_connector.transfer.mooncake import MooncakePlane
 from tidal_connector.transfer.runs import Run
 
 
-def main(peer: str, address: int, length: int, stall_s: float) -> None:
+def main(peer: str, address: int, length: int, stall_s: float, host: str = "127.0.0.1") -> None:
     source = np.full(length, 0x55, np.uint8)
-    with MooncakePlane(TransferConfig(), "127.0.0.1", lambda: None, stall_s=stall_s) as plane:
+    with MooncakePlane(TransferConfig(), host, lambda: None, stall_s=stall_s) as plane:
         plane.register(source.ctypes.data, length, Home.HOST, target=False)
         plane.submit(peer, [Run(source.ctypes.data, address, length)])
         print("writing", flush=True)
@@ -23,4 +23,4 @@ def main(peer: str, address: int, length: int, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:])

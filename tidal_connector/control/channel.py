@@ -12,12 +12,13 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Iterator
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from types import TracebackType
 
 import msgspec
 import zmq
 
-from tidal_connector.config import parse_address
+from tidal_connector.config import ControlConfig, is_unspecified, join_address, parse_address
 from tidal_connector.control.messages import FRAME_LIMIT
 from tidal_connector.errors import ConfigError
 
@@ -40,16 +41,12 @@ class Route(msgspec.Struct, frozen=True, order=True):
     caller: bytes = b""
 
 
-def join_address(host: str, port: int) -> str:
-    """Join a host and a port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _unspecified(host: str) -> bool:
+def _is_address(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_unspecified
+        ipaddress.ip_address(host)
     except ValueError:
-        return False  # a host name
+        return False
+    return True
 
 
 class Channel:
@@ -70,21 +67,18 @@ class Channel:
             ConfigError: an address cannot be read, bound, or reached by anybody.
         """
         host, port = parse_address("control.bind", bind)
-        shown, shown_port = host, 0
-        if advertise is not None:
-            ported = advertise.endswith("]") or ":" in advertise.rpartition("]")[2]
-            bare = not ported or advertise.endswith("]") or _is_address(advertise)
-            shown, shown_port = (advertise.strip("[]"), 0) if bare else parse_address("control.advertise", advertise)
-        if not shown or _unspecified(shown):
+        shown, shown_port = ControlConfig(bind=bind, advertise=advertise).advertised()
+        if is_unspecified(shown):
             raise ConfigError(
                 f"control.advertise = {advertise!r} with control.bind = {bind!r}: peers cannot connect to "
-                f"{shown or 'an empty host'}; "
+                f"{shown}; "
                 "set control.advertise to an address of this machine that they reach"
             )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._dialled: dict[Route, zmq.Socket[bytes]] = {}
-        self._listener = _socket(self._context, zmq.ROUTER, ":" in host)
+        self._ipv6 = ":" in host
+        self._listener = _socket(self._context, zmq.ROUTER, self._ipv6)
         self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown caller is an error to see, not a silent drop
         try:
             self._listener.bind(f"tcp://{join_address(host, port)}")
@@ -118,7 +112,10 @@ class Channel:
         host, port = parse_address("control address", address)
         route = Route(address, line)
         if route not in self._dialled:
-            socket = _socket(self._context, zmq.DEALER, ":" in host)
+            # A name is looked up by ZeroMQ, off this thread: in the family in which we listen ourselves; an IPv6 socket
+            # also takes IPv4 where there is nothing else.
+            by_name = not _is_address(host)
+            socket = _socket(self._context, zmq.DEALER, self._ipv6 if by_name else ":" in host)
             try:
                 socket.connect(f"tcp://{join_address(host, port)}")
             except zmq.ZMQError as error:
@@ -203,7 +200,7 @@ def ask(address: str, frame: bytes, timeout_s: float) -> bytes | None:
     host, port = parse_address("control address", address)
     until = time.monotonic() + timeout_s
     try:
-        with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, ":" in host) as socket:
+        with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, _only_ipv6(host)) as socket:
             socket.setsockopt(zmq.SNDTIMEO, max(1, int(timeout_s * 1000)))
             socket.connect(f"tcp://{join_address(host, port)}")
             socket.send(frame)
@@ -229,9 +226,9 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, ipv6: bool) -> z
     return socket
 
 
-def _is_address(text: str) -> bool:
+def _only_ipv6(host: str) -> bool:
+    """Whether a host is, or has, addresses of IPv6 alone; asks the system's resolver for a name."""
     try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+        return not any(family is AF_INET for family, *_ in getaddrinfo(host, None, type=SOCK_STREAM))
+    except OSError:
+        return False  # ZeroMQ goes on asking for it

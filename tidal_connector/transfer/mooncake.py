@@ -24,12 +24,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tidal_connector.config import Protocol, TransferConfig, mooncake_environment
+from tidal_connector.config import Protocol, TransferConfig, join_address, mooncake_environment
 from tidal_connector.errors import PeerLost, TransferFailed
 from tidal_connector.layout import Home
 from tidal_connector.log import get_logger
 from tidal_connector.transfer.carrier import Carrier, CarrierSettings
 from tidal_connector.transfer.engines import EnginePool
+from tidal_connector.transfer.families import as_called, needs_ipv6
 from tidal_connector.transfer.plane import Receipt, Ticket, TransferPlane
 from tidal_connector.transfer.ranges import Ranges
 from tidal_connector.transfer.runs import Run
@@ -56,7 +57,7 @@ class MooncakeEngine:
         TransferFailed: Mooncake cannot be loaded or initialised.
     """
 
-    def __init__(self, host: str, protocol: Protocol, device: str) -> None:
+    def __init__(self, host: str, protocol: Protocol, device: str, *, ipv6: bool = False) -> None:
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
@@ -65,6 +66,8 @@ class MooncakeEngine:
             ) from error
         self._engine: Any = TransferEngine()
         self._pid = os.getpid()
+        self._ipv6 = ipv6
+        self._called: dict[str, str] = {}
         code = self._engine.initialize(host, _METADATA, str(protocol), device)
         if code != 0:
             self._engine = None
@@ -72,7 +75,7 @@ class MooncakeEngine:
                 f"Mooncake failed on {host!r} with protocol {protocol}, device {device!r} (code {code}): "
                 "check the address, the device, and two free ports in MC_MIN_RPC_PORT..MC_MAX_RPC_PORT"
             )
-        self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
+        self.endpoint = join_address(host, self._engine.get_rpc_port())
 
     def register(self, address: int, length: int, location: str) -> None:
         """Register a range.
@@ -87,7 +90,13 @@ class MooncakeEngine:
 
     def submit_write(self, peer: str, source: int, destination: int, length: int) -> int:
         """Start one write; return its id, 0 if refused. May block to open the peer."""
-        return int(self._live().transfer_submit_write(peer, source, destination, length))
+        live = self._live()
+        if peer not in self._called:
+            try:
+                self._called[peer] = as_called(peer, ipv6=self._ipv6)
+            except PeerLost:  # its name has gone since the carrier asked it
+                return 0
+        return int(live.transfer_submit_write(self._called[peer], source, destination, length))
 
     def check(self, write: int) -> int:
         """Return 1 when done, -1 when failed, else 0; Mooncake's -2 (time-out) is not terminal."""
@@ -130,7 +139,8 @@ class MooncakePlane(TransferPlane):
         abandon_s: float | None = None,
     ) -> None:
         self._config = config
-        self._host = host
+        self._host = host.strip("[]")
+        self._ipv6 = False
         self._on_receipt = on_receipt
         self._stall_s = stall_s
         self._settings = CarrierSettings(
@@ -157,10 +167,11 @@ class MooncakePlane(TransferPlane):
     def open(self) -> None:
         """Initialise the home engine and check that it runs the transport that was asked for."""
         # A third of the stall: a descriptor waits for its lane, its bytes and its acknowledgement in turn.
-        mooncake_environment(
+        self._ipv6 = mooncake_environment(
             force_tcp=self._config.protocol is Protocol.TCP,
             progress_timeout_s=self._stall_s / 3,
             wait_timeout_s=max(60.0, 3 * self._stall_s),
+            ipv6=needs_ipv6(self._host),
         )
         home = self._make()
         try:
@@ -272,7 +283,7 @@ class MooncakePlane(TransferPlane):
             self._next_ticket += 1
             carrier = self._carriers.get(peer)
             if carrier is None:
-                carrier = Carrier(peer, self._settings, self._pool, ask_segment, self._take)
+                carrier = Carrier(peer, self._settings, self._pool, self._ask, self._take)
                 self._carriers[peer] = carrier
                 carrier.start()
             carrier.submit(ticket, runs)
@@ -309,7 +320,11 @@ class MooncakePlane(TransferPlane):
         return count_connections(port, host, others=others) if port else None
 
     def _make(self) -> MooncakeEngine:
-        return MooncakeEngine(self._host, self._config.protocol, self._config.device)
+        return MooncakeEngine(self._host, self._config.protocol, self._config.device, ipv6=self._ipv6)
+
+    def _ask(self, peer: str, deadline_s: float) -> Segment:
+        as_called(peer, ipv6=self._ipv6)  # says it if our sockets cannot reach the peer; the question below could
+        return ask_segment(peer, deadline_s)
 
     def _make_sender(self) -> MooncakeEngine:
         engine = self._make()
