@@ -57,7 +57,7 @@ ALL: list[Message] = [
     Beat(((X, G),)),
     Bye("stops"),
     Inquire(),
-    About(WHO, True, False, layout(), "f" * 32, 9.0),
+    About(WHO, True, False, layout(), "f" * 32, 9.0, "10.0.0.1:1", 8, 4096),
 ]
 
 
@@ -66,6 +66,16 @@ def test_what_is_written_is_read(message: Message) -> None:
     envelope = open_envelope(encode(A, B, 5, message))
     assert (envelope.sender, envelope.receiver, envelope.session) == (A, B, 5)
     assert read_body(envelope) == message
+
+
+def test_who_says_less_of_itself_is_understood_too() -> None:
+    whole = About(WHO, True, False, layout(), "f" * 32, 9.0, "10.0.0.1:1", 8, 4096)
+    words = msgspec.msgpack.decode(encode(A, B, 5, whole))
+    del words[4][-3:]
+    found = read_body(open_envelope(msgspec.msgpack.encode(words)))
+    assert found == About(WHO, True, False, layout(), "f" * 32, 9.0)
+    assert isinstance(found, About)
+    assert (found.endpoint, found.requests, found.kv_tokens) == ("", 0, 0)
 
 
 def test_the_documented_messages_are_these() -> None:

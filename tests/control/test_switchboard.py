@@ -10,7 +10,7 @@ import pytest
 
 from tests.control.pair import layout
 from tidal_connector.control.channel import Route
-from tidal_connector.control.handshake import Local, Peer
+from tidal_connector.control.handshake import Capacity, Local, Peer
 from tidal_connector.control.messages import (
     Abort,
     About,
@@ -105,7 +105,7 @@ class Side:
         self.out: list[tuple[Route, bytes]] = []
         self.lines: set[Route] = set()
         identity = Identity(engine, Incarnation(life))
-        local = Local(identity, layout(weights), placement(), "10.0.0.1:5", lease)
+        local = Local(identity, layout(weights), placement(), "10.0.0.1:5", lease, Capacity(8, 4096))
         parties = (self.party, None) if sends else (None, self.party)
         self.board = Switchboard(local, self, self.counters, *parties)
         self.party.attach(self.board, lambda: None)
@@ -283,7 +283,10 @@ def test_losing_a_session_is_no_refused_handshake(wires: Wires) -> None:
 def test_whoever_asks_is_told_and_nothing_changes(sends: bool) -> None:
     side = Side(P, "p1", sends=sends)
     side.board.arrived(Route(caller=b"proxy"), encode(Incarnation(""), Incarnation(""), 0, Inquire()), 0.0)
-    assert side.words() == [About(Identity(P, side.life), sends, not sends, layout(), layout().fingerprint(), LEASE)]
+    who = Identity(P, side.life)
+    assert side.words() == [
+        About(who, sends, not sends, layout(), layout().fingerprint(), LEASE, "10.0.0.1:5", 8, 4096)
+    ]
     assert side.out[0][0] == Route(caller=b"proxy")
     assert side.count("inquiries_answered") == 1
     assert side.count("messages_refused") == side.count("notices_stale") == 0

@@ -14,6 +14,22 @@ from tidal_connector.ids import EngineId
 from tidal_connector.layout import KVLayout, Placement
 
 
+class Capacity(msgspec.Struct, frozen=True):
+    """How much a worker serves at once; 0 where that is not known.
+
+    Attributes:
+        requests: most requests in one step.
+        kv_tokens: tokens of KV that its pages hold.
+    """
+
+    requests: int = 0
+    kv_tokens: int = 0
+
+
+UNKNOWN = Capacity()
+"""Of a worker that does not say how much it serves."""
+
+
 class Local(msgspec.Struct, frozen=True):
     """What this worker says about itself.
 
@@ -23,6 +39,7 @@ class Local(msgspec.Struct, frozen=True):
         placement: where it is.
         endpoint: what the transfer plane of a peer needs to reach it.
         lease_s: seconds of silence after which we take a peer for lost.
+        capacity: how much this worker serves at once.
     """
 
     identity: Identity
@@ -30,6 +47,7 @@ class Local(msgspec.Struct, frozen=True):
     placement: Placement
     endpoint: str
     lease_s: float
+    capacity: Capacity = UNKNOWN
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -60,7 +78,18 @@ def hello(local: Local, expects: EngineId, door: str = "") -> Hello:
 
 def about(local: Local, *, sends: bool, receives: bool) -> About:
     """Describe this worker to somebody who opens no session."""
-    return About(local.identity, sends, receives, local.layout, local.layout.fingerprint(), local.lease_s)
+    capacity = local.capacity
+    return About(
+        local.identity,
+        sends,
+        receives,
+        local.layout,
+        local.layout.fingerprint(),
+        local.lease_s,
+        local.endpoint,
+        capacity.requests,
+        capacity.kv_tokens,
+    )
 
 
 def answer(local: Local, heard: Hello) -> tuple[Welcome, Peer]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tidal_connector.config import ControlConfig
 from tidal_connector.control.channel import Channel
-from tidal_connector.control.handshake import Local
+from tidal_connector.control.handshake import UNKNOWN, Capacity, Local
 from tidal_connector.control.messages import Identity
 from tidal_connector.control.party import NEVER, Party, survive
 from tidal_connector.control.switchboard import Switchboard
@@ -44,6 +44,7 @@ class ControlLoop:
         counters: what is counted.
         sender: the prefill room's party, for workers that send.
         receiver: the decode room's party, for workers that receive.
+        capacity: how much this worker serves at once, for whoever inquires.
 
     Raises:
         LayoutMismatch: the placement does not fit the layout.
@@ -60,9 +61,10 @@ class ControlLoop:
         *,
         sender: Party[Any] | None = None,
         receiver: Party[Any] | None = None,
+        capacity: Capacity = UNKNOWN,
     ) -> None:
         placement.check(layout)
-        self._local = Local(identity, layout, placement, plane_endpoint, settings.lease_s)
+        self._local = Local(identity, layout, placement, plane_endpoint, settings.lease_s, capacity)
         self._settings = settings
         self._counters = counters
         self._sender = sender

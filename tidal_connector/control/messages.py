@@ -165,7 +165,9 @@ class Inquire(msgspec.Struct, frozen=True, array_like=True, tag="inquire"):
 class About(msgspec.Struct, frozen=True, array_like=True, tag="about"):
     """A worker to whoever inquired: who I am, whether I send KV and receive it, how it is laid out, and my lease.
 
-    Engines fit if their fingerprints are equal; the layouts say in what they differ.
+    Engines fit if their fingerprints are equal; the layouts say in what they differ. What follows the lease is for
+    people and schedulers: where my data port is, how many requests I run at once, and how many tokens of KV I hold;
+    empty or 0 in an answer of a release that did not say it yet.
     """
 
     identity: Identity
@@ -174,6 +176,9 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag="about"):
     layout: KVLayout
     fingerprint: Name
     lease_s: Seconds
+    endpoint: Text = ""
+    requests: Count = 0
+    kv_tokens: Count = 0
 
 
 Message: TypeAlias = (

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from tidal_connector.control.handshake import Capacity
 from tidal_connector.control.loop import ControlLoop
 from tidal_connector.control.messages import Identity
 from tidal_connector.decode.receiver import Receiver
@@ -149,6 +150,10 @@ class TidalWorker:
             self._counters,
             sender=self._sender,
             receiver=self._receiver,
+            capacity=Capacity(
+                self._vllm_config.scheduler_config.max_num_seqs,
+                min(region.pages * region.page_tokens for region in placement.regions),
+            ),
         )
         self._wake = loop.wake
         self._stack.enter_context(loop)
