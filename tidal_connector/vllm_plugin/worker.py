@@ -162,7 +162,7 @@ class TidalWorker:
 
     def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
         config = self._facts.config
-        host = config.transfer.host or (config.control.advertise or config.control.bind).rsplit(":", 1)[0].strip("[]")
+        host = config.transfer_host
         plane = self._stack.enter_context(open_plane(config, host, self._woken))
         pool = self._pool
         if pool is not None:
