@@ -32,12 +32,13 @@ PREFILL_ENGINE = "prefill-0"
 DECODE_ENGINE = "decode-0"
 
 _START_S = 240.0
-_QUIET = {
+QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+"""Variables of engines that look for nothing on the network."""
 
 
 class StackSettings(msgspec.Struct, frozen=True):
@@ -175,7 +176,7 @@ def _engine(
         ],
         transfer,
     )
-    environment = {**engine_environment(), **_QUIET, **settings.environment}
+    environment = {**engine_environment(), **QUIET, **settings.environment}
     return _server(settings.logs, name, command, environment, port)
 
 
