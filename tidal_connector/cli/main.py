@@ -16,6 +16,7 @@ from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
 from tidal_connector.cli.ends import check_json_file, clear_ends
 from tidal_connector.cli.make_model import make_model
+from tidal_connector.cli.plan.command import plan
 
 app = typer.Typer(
     name="tidal",
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 
 app.command("make-model")(make_model)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
