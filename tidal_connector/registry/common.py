@@ -11,7 +11,7 @@ from tidal_connector.errors import RegistryLost
 from tidal_connector.registry.base import Delete, Hold, Put, Snapshot, Store, Watch
 from tidal_connector.registry.follower import Follower
 from tidal_connector.registry.keeper import Keeper, Lease
-from tidal_connector.registry.keys import check_changes, check_key, check_value
+from tidal_connector.registry.keys import check_changes, check_key, check_prefix, check_value
 
 
 class CommonStore(Store):
@@ -45,6 +45,7 @@ class CommonStore(Store):
     def read(self, prefix: str) -> Snapshot:
         """Return everything under a prefix, read now."""
         self._check_open()
+        check_prefix(prefix)
         return self._read(prefix)
 
     def write(self, changes: Sequence[Put | Delete], expect: Mapping[str, int] | None = None) -> None:
@@ -61,12 +62,13 @@ class CommonStore(Store):
             raise ValueError(f"ttl_s = {ttl_s:g} for {key!r}: expected at least 1 second")
         with self._mine:
             self._check_open()
-            keeper = Keeper(key, value, ttl_s, self._lease(key, ttl_s))
+            keeper = Keeper(key, value, self._lease(key, ttl_s))
             self._holds = [*(each for each in self._holds if not each.released), keeper]
         return keeper
 
     def watch(self, prefix: str, on_change: Callable[[Snapshot], None]) -> Watch:
         """Call with the whole snapshot, as soon as it is known and after every change."""
+        check_prefix(prefix)
         with self._mine:
             self._check_open()
             follower = self._follower(prefix, on_change)

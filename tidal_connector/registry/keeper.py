@@ -34,11 +34,17 @@ _JOIN_S = 15.0  # more than two bounded calls of a lease
 
 def now() -> float:
     """Return seconds of the clock that leases run by: it never steps and counts the machine's sleep."""
-    return float(time.clock_gettime(time.CLOCK_BOOTTIME))
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Lease(abc.ABC):
-    """One held key, as its store keeps it. Called from one thread; every call ends within a bound of its own."""
+    """One held key, as its store keeps it. Called from one thread; every call ends within a bound of its own.
+
+    Attributes:
+        ttl_s: for how long a renewal lasts, at least.
+    """
+
+    ttl_s: float
 
     @abc.abstractmethod
     def put(self, value: bytes) -> bool:
@@ -76,24 +82,23 @@ def retry_after(failures: int, remaining_s: float, ttl_s: float) -> float:
         remaining_s: until the lease ends; not positive where it has ended or none was had.
         ttl_s: of the lease.
     """
-    wait = min(_RETRY_S * 2 ** min(failures - 1, 10), _LONGEST_RETRY_S, ttl_s / 3)
+    wait = min(_RETRY_S * 2.0 ** min(failures - 1, 10), _LONGEST_RETRY_S, ttl_s / 3)
     return max(0.05, min(wait, remaining_s / 3)) if remaining_s > 0 else wait
 
 
 class Keeper(Hold):
     """A hold: the thread that keeps one entry alive by its lease."""
 
-    def __init__(self, key: str, value: bytes, ttl_s: float, lease: Lease) -> None:
+    def __init__(self, key: str, value: bytes, lease: Lease) -> None:
         """Begin at once.
 
         Args:
             key: for messages and the thread's name.
             value: what shall stand.
-            ttl_s: of the lease.
             lease: how the store keeps it.
         """
         self._key = key
-        self._ttl_s = ttl_s
+        self._ttl_s = lease.ttl_s
         self._lease = lease
         self._wake = threading.Condition()
         self._wanted = value  # by _wake, as all below
@@ -221,6 +226,8 @@ class Keeper(Hold):
 
 class _Abandoned(Lease):
     """What a dead holder does: nothing."""
+
+    ttl_s = 0.0
 
     def put(self, value: bytes) -> bool:
         return False

@@ -33,6 +33,19 @@ def check_key(key: str) -> None:
         raise ValueError(f"key {shown!r}: expected names of letters, digits and . _ : @ + ~ = - joined by /")
 
 
+def check_prefix(prefix: str) -> None:
+    """Check a prefix that is to be read; it may end within a name, and be empty.
+
+    Raises:
+        ValueError: no key can begin with it.
+    """
+    whole, _, last = prefix.rpartition("/")
+    if (whole or "/" in prefix) and not all(is_name(part) for part in whole.split("/")):
+        raise ValueError(f"prefix {prefix!r}: expected names of letters, digits and . _ : @ + ~ = - joined by /")
+    if last and not is_name(f"{last}x"):
+        raise ValueError(f"prefix {prefix!r}: expected letters, digits and . _ : @ + ~ = - after the last /")
+
+
 def check_value(key: str, value: bytes) -> None:
     """Check a value that is to be written.
 

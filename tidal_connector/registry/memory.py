@@ -143,13 +143,13 @@ class Room:
 
 class _RoomLease(Lease):
     def __init__(self, room: Room, key: str, ttl_s: float) -> None:
-        self._room, self._key, self._ttl_s = room, key, ttl_s
+        self._room, self._key, self.ttl_s = room, key, ttl_s
 
     def put(self, value: bytes) -> bool:
-        return self._room.put(self._key, value, self, self._ttl_s)
+        return self._room.put(self._key, value, self, self.ttl_s)
 
     def renew(self) -> bool:
-        return self._room.renew(self._key, self, self._ttl_s)
+        return self._room.renew(self._key, self, self.ttl_s)
 
     def drop(self) -> None:
         self._room.drop(self._key, self)
