@@ -42,7 +42,7 @@ class ServerProcess:
     Attributes:
         name: what messages call it.
         url: base URL of its HTTP server.
-        log: file that holds its output.
+        log: file that holds its output; None where it goes where this process's goes.
         command: what runs under the keeper.
         probe: path that answers 200 once it serves.
     """
@@ -53,7 +53,7 @@ class ServerProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         url: str,
-        log: Path,
+        log: Path | None,
         probe: str = "/health",
     ) -> None:
         self.name = name
@@ -81,13 +81,16 @@ class ServerProcess:
         """
         if self._process is not None:
             raise StartFailed(f"{self.name} is running already; stop it first")
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with contextlib.ExitStack() as stack:
+            output: IO[bytes] | None = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(self.log.open("ab"))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tidal_connector.cluster.keeper", str(GRACE_S), *self.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
             )
@@ -132,6 +135,11 @@ class ServerProcess:
         """Whether the process has not ended."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None while it runs or was never started."""
+        return None if self._process is None else self._process.poll()
+
     def ready(self) -> bool:
         """Whether it serves: its probe answers 200.
 
@@ -147,6 +155,8 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return where the log is and its last lines."""
+        if self.log is None:
+            return "its output is above"
         try:
             lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         except OSError as error:

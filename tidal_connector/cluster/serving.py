@@ -17,12 +17,47 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidal_connector.config import child_environment, convert_strict, load_config
+from tidal_connector.config import Positive, child_environment, convert_strict, load_config, parse_host
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
+from tidal_connector.registry.settings import RegistryConfig
 
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the engine's HTTP server is.
+
+    Attributes:
+        bind: ``host:port`` that vLLM listens on, in place of its ``--host`` and ``--port``; port 0 takes a free one.
+            Empty: what these say, or 127.0.0.1 and a free port.
+        advertise: host (or ``host:port``) that proxies connect to; None takes that of ``bind``.
+    """
+
+    bind: str = ""
+    advertise: str | None = None
+
+
+class SuperviseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How ``tidal serve`` watches the engine that it announces (seconds).
+
+    Attributes:
+        probe_every_s: between two looks at ``/health``.
+        probe_s: wait for one answer, of ``/health`` and of the control channel.
+        down_after_s: an engine that has not answered for so long is announced as ``down`` until it answers again.
+        start_s: an engine that does not serve within this time is ended.
+        settle_s: between the announcement that the engine drains and the first look whether it is idle; proxies hear
+            of it meanwhile.
+        drain_s: how long running requests may go on after SIGTERM (an order to drain brings its own deadline).
+    """
+
+    probe_every_s: Positive = 1.0
+    probe_s: Positive = 3.0
+    down_after_s: Positive = 6.0
+    start_s: Positive = 1800.0
+    settle_s: Positive = 1.0
+    drain_s: Positive = 60.0
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,11 +68,25 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         load_failure_policy: what vLLM does with a request whose KV did not arrive.
         tidal: the connector's own settings, the shape of ``kv_connector_extra_config``
             (``config.TidalConfig``).
+        registry: where the engine is announced; None: nowhere, and nothing stays beside it.
+        http: where its HTTP server listens, and what proxies are told.
+        supervise: deadlines of the supervisor; only with ``registry``.
+        node: name of this machine, as others call it; empty: its host name.
+        revision: of the rollout that starts it; empty where there is none.
+        admission: it is announced as ``starting`` until its rollout lets it in (``cluster.orders``).
+        command: what runs in place of vLLM's server and takes its arguments, such as a stand-in; empty: vLLM.
     """
 
     engine: str
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     tidal: dict[str, Any] = {}
+    registry: RegistryConfig | None = None
+    http: HttpConfig = HttpConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
+    node: str = ""
+    revision: str = ""
+    admission: bool = False
+    command: tuple[str, ...] = ()
 
 
 def read_serve_config(path: Path) -> ServeConfig:
@@ -54,6 +103,9 @@ def read_serve_config(path: Path) -> ServeConfig:
     if not config.engine:
         raise ConfigError(f"engine configuration {path}: engine is empty; give the engine a name")
     load_config(config.tidal, f"engine configuration {path}: [tidal]")
+    for field, address in (("http.bind", config.http.bind), ("http.advertise", config.http.advertise)):
+        if address:
+            parse_host(f"engine configuration {path}: {field}", address)
     return config
 
 
@@ -71,14 +123,16 @@ def kv_transfer_config(config: ServeConfig, role: Role) -> str:
     )
 
 
-def engine_command(vllm_args: Sequence[str], transfer: str | None = None) -> list[str]:
+def engine_command(vllm_args: Sequence[str], transfer: str | None = None, instead: Sequence[str] = ()) -> list[str]:
     """Return the command line of a vLLM server.
 
     Args:
         vllm_args: vLLM's own arguments.
         transfer: from :func:`kv_transfer_config`; None starts an engine without the connector.
+        instead: what runs in place of vLLM, with the same arguments.
     """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm_args]
+    server = list(instead) or [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*server, *vllm_args]
     return command if transfer is None else [*command, "--kv-transfer-config", transfer]
 
 
