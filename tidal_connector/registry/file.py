@@ -159,12 +159,14 @@ class _Directory:
 
     def _load(self, path: Path) -> _Stored | None:
         try:
-            if path.stat().st_size > _FILE_LIMIT:
-                stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
-        except (FileNotFoundError, NotADirectoryError):
+            with path.open("rb") as file:
+                content = file.read(_FILE_LIMIT)
+        except FileNotFoundError:
             return None
+        try:
+            stored = msgspec.json.decode(content, type=_Stored)
         except msgspec.DecodeError:
-            return _Stored(b"", ABSENT)  # written by hand: there, unleased and, to whoever reads it, odd
+            return _Stored(content, _BY_HAND)  # there, held by nobody and, to whoever reads it, odd
         ended = stored.owner and (stored.boot != self.boot or stored.end <= now())
         return None if ended else stored
 

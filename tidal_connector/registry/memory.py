@@ -46,6 +46,12 @@ class Room:
             self._entries.clear()
             self.changed.notify_all()
 
+    def overwrite(self, key: str, value: bytes) -> None:
+        """Replace whatever a key holds, lease or not, as a client that keeps no rules can."""
+        with self.changed:
+            self._set(key, value, None, 0.0)
+            self.changed.notify_all()
+
     def read(self, prefix: str) -> dict[str, Entry]:
         """Return everything under a prefix.
 
