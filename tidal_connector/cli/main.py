@@ -14,9 +14,11 @@ import typer
 
 from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
+from tidal_connector.cli.doctor.command import doctor
 from tidal_connector.cli.ends import check_json_file, clear_ends
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.cli.plan.command import plan
+from tidal_connector.cli.rollout import rollout
 
 app = typer.Typer(
     name="tidal",
@@ -25,8 +27,10 @@ app = typer.Typer(
 )
 
 app.command("make-model")(make_model)
+app.command()(doctor)
 app.command()(plan)
 app.add_typer(bench, name="bench")
+app.add_typer(rollout, name="rollout")
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -82,6 +86,21 @@ def serve(
 
     with clear_ends():
         run_serve(role, config, context.args, print_only)
+
+
+@app.command()
+def agent(
+    config: Annotated[Path | None, typer.Option(help="TOML file (configs/agent.toml).")] = None,
+    registry: Annotated[str, typer.Option(help="etcd://host:2379 or file:///folder; counts before the file.")] = "",
+    node: Annotated[str, typer.Option(help="Name of this machine in cluster.toml; its host name if not said.")] = "",
+    host: Annotated[str, typer.Option(help="Address under which others reach this machine's engines.")] = "",
+    state: Annotated[Path | None, typer.Option(help="Folder for records and logs; /var/lib/tidal if not said.")] = None,
+) -> None:
+    """Runs on each node: starts, watches and drains the node's engines as rollouts want it."""
+    from tidal_connector.cli.agent import agent_config, run_agent
+
+    with clear_ends():
+        run_agent(agent_config(config, registry, node, host, state))
 
 
 @app.command()

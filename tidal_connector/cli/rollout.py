@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tidal rollout``: options, tables and exit statuses; what it does is in ``cluster.rollout``.
+
+Exit status 0: done; 1: the rollout that was waited for halted; 2: refused, for example because another operator's goes
+on.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cluster import rollout as verbs
+from tidal_connector.cluster.rollout_records import Rollout, Status
+from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
+from tidal_connector.cluster.spec import ClusterSpec, read_spec
+from tidal_connector.config import convert_strict
+from tidal_connector.errors import ConfigError, RegistryLost
+from tidal_connector.registry.base import Store
+from tidal_connector.registry.settings import RegistryConfig, open_store
+
+rollout = typer.Typer(
+    help="Upgrade the engines of a cluster step by step, and return. cluster/ROLLOUTS.md tells how it works.",
+    no_args_is_help=True,
+)
+
+_POLL_S = 0.5
+_WAIT_S = 7200.0
+
+SpecFile = Annotated[Path, typer.Argument(help="configs/cluster.toml", exists=True, dir_okay=False)]
+Where = Annotated[
+    str, typer.Option("--registry", help="etcd://host:2379 or file:///folder; that of the file where not said.")
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="Take the registry from this cluster.toml or agent.toml.", exists=True)
+]
+Name = Annotated[str, typer.Option("--cluster", help="Name of the cluster.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Stay until it is done or halted; Ctrl-C leaves it going on.")]
+WaitS = Annotated[float, typer.Option("--timeout", help="Seconds that --wait stays.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def registry_of(spec: ClusterSpec, url: str) -> RegistryConfig:
+    """Return where the registry of a cluster's file is.
+
+    Raises:
+        ConfigError: neither the file nor the command line says it.
+    """
+    table = {**spec.cluster.registry, **({"url": url} if url else {})}
+    if not table.get("url"):
+        raise ConfigError("no registry; write [cluster.registry] url = ... into the file, or give --registry URL")
+    if table.setdefault("cluster", spec.cluster.name) != spec.cluster.name:
+        raise ConfigError(
+            f"cluster.name = {spec.cluster.name!r}, but cluster.registry.cluster = {table['cluster']!r}; "
+            "leave the latter out"
+        )
+    return convert_strict(RegistryConfig, table, "cluster.registry")
+
+
+def _registry(config: Path | None, url: str, name: str) -> RegistryConfig:
+    if config is not None:
+        import tomllib
+
+        try:
+            given = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{config}: {error}") from None
+        if "cluster" in given or "group" in given:
+            return registry_of(read_spec(config), url)
+        table = {**given.get("registry", {}), **({"url": url} if url else {})}
+        return convert_strict(RegistryConfig, table, f"{config}: registry")
+    if not url:
+        raise ConfigError("no registry; give --registry etcd://host:2379, or --config cluster.toml")
+    return RegistryConfig(url=url, cluster=name or "default")
+
+
+@rollout.command()
+def apply(
+    file: SpecFile,
+    registry: Where = "",
+    wait: Wait = False,
+    timeout: WaitS = _WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the cluster to what a file says; refused while another rollout goes on."""
+    with clear_ends():
+        spec = read_spec(file)
+        with open_store(registry_of(spec, registry)) as store:
+            _say(store, verbs.apply(store, spec, verbs.whoami()), wait, timeout, as_json)
+
+
+@rollout.command()
+def undo(
+    to: Annotated[str, typer.Option(help="Revision to return to; the last one that was reached, where not said.")] = "",
+    registry: Where = "",
+    config: Config = None,
+    cluster: Name = "",
+    wait: Wait = False,
+    timeout: WaitS = _WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Return to the revision before this one; also while a rollout goes on, or after it halted."""
+    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+        _say(store, verbs.undo(store, verbs.whoami(), to), wait, timeout, as_json)
+
+
+@rollout.command()
+def pause(registry: Where = "", config: Config = None, cluster: Name = "", as_json: AsJson = False) -> None:
+    """Begin no further step; what is on its way comes to its end."""
+    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+        _say(store, verbs.pause(store, verbs.whoami()), False, 0, as_json)
+
+
+@rollout.command()
+def resume(
+    registry: Where = "",
+    config: Config = None,
+    cluster: Name = "",
+    wait: Wait = False,
+    timeout: WaitS = _WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Go on after a pause; after a halt, start what failed once more."""
+    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+        _say(store, verbs.resume(store, verbs.whoami()), wait, timeout, as_json)
+
+
+@rollout.command()
+def status(
+    registry: Where = "",
+    config: Config = None,
+    cluster: Name = "",
+    wait: Wait = False,
+    timeout: WaitS = _WAIT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rollout, its engines and what it waits for. Exit status 1 if it is halted."""
+    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+        now = verbs.read_view(store).rollout
+        if now is None:
+            typer.echo("{}" if as_json else "nothing was ever rolled out in this cluster")
+            return
+        _say(store, now, wait, timeout, as_json)
+
+
+@rollout.command()
+def history(registry: Where = "", config: Config = None, cluster: Name = "", as_json: AsJson = False) -> None:
+    """Show the last rollouts: when, by whom, to which revision, and how they ended."""
+    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+        found = verbs.read_view(store).history
+        if as_json:
+            typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+            return
+        table = Table("No.", "begun", "took", "what", "revision", "by", "outcome", "why")
+        for item in reversed(found):
+            table.add_row(
+                str(item.number),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item.at)),
+                f"{item.ended_at - item.at:.0f} s" if item.ended_at is not None else "",
+                str(item.kind),
+                item.revision,
+                item.by,
+                str(item.status),
+                item.reason or (f"by {item.changed_by}" if item.status is Status.REPLACED else ""),
+            )
+        Console().print(table)
+
+
+def _say(store: Store, begun: Rollout, wait: bool, timeout_s: float, as_json: bool) -> None:
+    """Print where a rollout is, after waiting for its end where that is wanted; exit 1 where it is halted."""
+    found = wait_for(store, begun.number, timeout_s, Console(stderr=True)) if wait else _status(store)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        show_status(found, Console())
+    if found.rollout.number == begun.number and found.rollout.status is Status.HALTED:
+        raise typer.Exit(1)
+    if wait and found.rollout.status is not Status.DONE:
+        raise typer.Exit(1)
+
+
+def _status(store: Store) -> RolloutStatus:
+    return rollout_status(verbs.read_view(store))
+
+
+def wait_for(store: Store, number: int, timeout_s: float, console: Console) -> RolloutStatus:
+    """Wait until a rollout is done, halted or replaced, or the time is over; return what there is then."""
+    deadline = time.monotonic() + timeout_s
+    with console.status("") as line:
+        while True:
+            try:
+                found = rollout_status(verbs.read_view(store))
+            except RegistryLost as error:  # it goes on all the same
+                line.update(str(error))
+                found = None
+            if found is not None:
+                now = found.rollout
+                ended = now.number != number or now.status in (Status.DONE, Status.HALTED)
+                if ended or time.monotonic() > deadline:
+                    return found
+                line.update(f"rollout {number} to {now.revision}: {found.summary}")
+            time.sleep(_POLL_S)
+
+
+def show_status(found: RolloutStatus, console: Console) -> None:
+    """Print a rollout and its engines."""
+    now = found.rollout
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.at))
+    console.print(f"rollout {now.number}: {now.kind} of {now.revision}, begun {begun} by {now.by}: {found.summary}")
+    if now.reason:
+        console.print(f"  {now.reason}", highlight=False, markup=False)
+    if not found.conductor:
+        console.print("  no agent conducts it at the moment")
+    table = Table("engine", "node", "revision", "", "phase", "state", "restarts", "note")
+    for item in found.engines:
+        table.add_row(
+            item.engine,
+            item.node + ("" if item.agent else " (no agent)"),
+            item.revision,
+            "new" if item.new else "old",
+            item.phase,
+            item.state,
+            str(item.restarts or ""),
+            item.note,
+        )
+    console.print(table)
