@@ -106,7 +106,7 @@ class Keeper(Hold):
         self._ends = 0.0  # when the lease ends unless it is renewed
         self._due = now()
         self._failures = 0
-        self._last_said = ""
+        self._last_said: str | None = None
         self._released = False
         self._thread = threading.Thread(target=self._run, name=f"tidal-hold-{key}", daemon=True)
         self._thread.start()
