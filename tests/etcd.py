@@ -6,7 +6,8 @@
     with EtcdServer(tmp_path) as etcd:
         store = open_store(RegistryConfig(url=etcd.url))
 
-It keeps its ports when it starts again. ``tls`` and ``enable_auth`` make it what production needs.
+It keeps its ports when it starts again. ``tls`` and :meth:`EtcdServer.enable_auth` make it what production needs;
+:func:`joined` makes several of them one cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,6 +44,13 @@ def free_port(host: str = "127.0.0.1") -> int:
                 continue
             return port
     raise RuntimeError(f"no free port on {host}")
+
+
+def joined(*servers: EtcdServer) -> str:
+    """Make servers that have not started members of one cluster, and return what ``registry.url`` says."""
+    for each in servers:
+        each._members = list(servers)
+    return "etcd://" + ",".join(each.netloc for each in servers)
 
 
 class EtcdServer:
@@ -78,6 +86,17 @@ class EtcdServer:
         self.port, self._peer, self._metrics = free_port(), free_port(), free_port()
         self._tls, self._options, self._wrapper = list(tls), list(options), list(wrapper)
         self.process: subprocess.Popen[bytes] | None = None
+        self._members = [self]
+
+    @property
+    def name(self) -> str:
+        """Its name among the members of a cluster."""
+        return f"private-{self.port}"
+
+    @property
+    def peer_url(self) -> str:
+        """Where the other members of its cluster find it."""
+        return self._at(self._peer)
 
     @property
     def netloc(self) -> str:
@@ -97,13 +116,14 @@ class EtcdServer:
         assert BINARY, "etcd is not installed"
         assert self.process is None, "etcd runs already"
         client = self._at(self.port, "https" if self._tls else "http")
-        peer = self._at(self._peer)
+        peer = self.peer_url
+        cluster = ",".join(f"{each.name}={each.peer_url}" for each in self._members)
         command = [
             *self._wrapper,
-            *(BINARY, "--name", "private", "--data-dir", str(self.folder / "etcd-data")),
+            *(BINARY, "--name", self.name, "--data-dir", str(self.folder / "etcd-data")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", f"private={peer}", "--listen-metrics-urls", self._at(self._metrics)),
+            *("--initial-cluster", cluster, "--listen-metrics-urls", self._at(self._metrics)),
             *("--heartbeat-interval", "50", "--election-timeout", "500", "--log-level", "warn", "--logger", "zap"),
             *self._tls,
             *self._options,
@@ -205,6 +225,38 @@ class EtcdServer:
             kv = etcdrpc.KVStub(channel)
             revision = kv.Range(etcdrpc.RangeRequest(key=b"x"), timeout=5).header.revision
             kv.Compact(etcdrpc.CompactionRequest(revision=revision, physical=True), timeout=5)
+
+    def enable_auth(
+        self, users: Mapping[str, tuple[str, str]], credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """Demand a login from now on: ``root`` with password ``root``, and these users.
+
+        Args:
+            users: password and the prefix that may be read and written, by name.
+            credentials: of TLS.
+        """
+        with self.channel(credentials) as channel:
+            auth = etcdrpc.AuthStub(channel)
+            auth.UserAdd(etcdrpc.AuthUserAddRequest(name="root", password="root"), timeout=5)
+            auth.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user="root", role="root"), timeout=5)
+            for name, (password, prefix) in users.items():
+                auth.UserAdd(etcdrpc.AuthUserAddRequest(name=name, password=password), timeout=5)
+                auth.RoleAdd(etcdrpc.AuthRoleAddRequest(name=name), timeout=5)
+                start = prefix.encode()
+                allowed = etcdrpc.Permission(
+                    permType=etcdrpc.Permission.READWRITE, key=start, range_end=start[:-1] + bytes([start[-1] + 1])
+                )
+                auth.RoleGrantPermission(etcdrpc.AuthRoleGrantPermissionRequest(name=name, perm=allowed), timeout=5)
+                auth.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user=name, role=name), timeout=5)
+            auth.AuthEnable(etcdrpc.AuthEnableRequest(), timeout=5)
+
+    def change_password(self, user: str, password: str) -> None:
+        """Give a user another password, as root."""
+        with self.channel() as channel:
+            auth = etcdrpc.AuthStub(channel)
+            token = auth.Authenticate(etcdrpc.AuthenticateRequest(name="root", password="root"), timeout=5).token
+            request = etcdrpc.AuthUserChangePasswordRequest(name=user, password=password)
+            auth.UserChangePassword(request, timeout=5, metadata=(("token", token),))
 
     def __enter__(self) -> Self:
         self.start()

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real etcd, and the network before it, can do to a registry: FR-15, FR-16, FR-20 and their kinds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.etcd import BINARY, EtcdServer, joined
+from tests.registry.beds import GONE, TTL, Seen, eventually
+from tests.relay import Relay
+from tidal_connector.errors import RegistryLost
+from tidal_connector.registry.base import Delete, Put
+from tidal_connector.registry.common import CommonStore
+from tidal_connector.registry.etcd_store import EtcdStore, granted_ttl
+from tidal_connector.registry.settings import RegistryConfig
+
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(BINARY is None, reason="etcd is not installed")]
+
+H = "/tidal/default/h"
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., CommonStore]]:
+    stores: list[CommonStore] = []
+
+    def open_one(url: str, ttl_s: float = TTL) -> CommonStore:
+        stores.append(EtcdStore(RegistryConfig(url=url, ttl_s=ttl_s)))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+# --- FR-15: an etcd hiccup ---
+
+
+def restart(server: EtcdServer) -> None:
+    server.kill()
+    time.sleep(TTL * 0.5)
+    server.start()
+
+
+def restart_empty(server: EtcdServer) -> None:
+    server.kill()
+    server.wipe()
+    server.start()
+
+
+def pause(factor: float) -> Callable[[EtcdServer], None]:
+    def hiccup(server: EtcdServer) -> None:
+        server.freeze()
+        time.sleep(TTL * factor)
+        server.thaw()
+
+    hiccup.__name__ = f"pause_{factor:g}_ttl"
+    return hiccup
+
+
+def revoke(server: EtcdServer) -> None:
+    server.revoke(server.keys(H)[H].lease)
+
+
+@pytest.mark.parametrize(
+    "hiccup",
+    [pause(0.5), pause(0.9), pause(1.1), pause(5), restart, restart_empty, revoke],
+    ids=lambda each: each.__name__,
+)
+def test_fr_15_an_entry_comes_back_after_a_hiccup(
+    etcd: EtcdServer, opened: Callable[..., CommonStore], hiccup: Callable[[EtcdServer], None]
+) -> None:
+    engine, proxy = opened(etcd.url), opened(etcd.url)
+    hold = engine.hold("h", b"v", TTL)
+    assert hold.wait(5)
+    seen = Seen()
+    proxy.watch("", seen)
+    assert seen.values({"h": b"v"})
+    hiccup(etcd)
+    healed = time.monotonic()
+    assert eventually(lambda: hold.held and H in etcd.keys("/tidal/"), TTL)
+    assert seen.values({"h": b"v"}, max(0.1, healed + TTL - time.monotonic()))
+    # It stays, once, and is renewed under whatever lease it has now.
+    time.sleep(TTL * 1.2)
+    assert list(etcd.keys("/tidal/")) == [H]
+    assert hold.held
+    assert all(set(each.entries) <= {"h"} for each in seen.all)
+    assert seen.values({"h": b"v"})
+
+
+def test_fr_15_many_engines_come_back_together(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    proxy = opened(etcd.url)
+    holds = [opened(etcd.url).hold(f"h{number:02}", b"v", TTL) for number in range(24)]
+    assert all(hold.wait(10) for hold in holds)
+    seen = Seen()
+    proxy.watch("", seen)
+    assert seen.wait(lambda each: len(each.entries) == 24)
+    restart_empty(etcd)
+    assert seen.wait(lambda each: each.fresh and len(each.entries) == 24, TTL * 3)  # two cores bear them all
+    time.sleep(TTL)
+    assert len(etcd.keys("/tidal/")) == 24
+    assert all(hold.held for hold in holds)
+
+
+def test_an_update_during_an_outage_is_made_afterwards(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    hold = opened(etcd.url).hold("h", b"1", TTL)
+    assert hold.wait(5)
+    etcd.kill()
+    hold.update(b"2")
+    assert not hold.wait(TTL * 1.5)
+    assert not hold.held
+    etcd.start()
+    assert hold.wait(TTL * 2)
+    assert etcd.keys(H)[H].value == b"2"
+
+
+def test_an_outage_is_quiet_and_cheap(
+    etcd: EtcdServer, opened: Callable[..., CommonStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(etcd.url)
+    hold = store.hold("h", b"v", TTL)
+    assert hold.wait(5)
+    seen = Seen()
+    store.watch("", seen)
+    assert seen.values({"h": b"v"})
+    with caplog.at_level("WARNING", "tidal.registry"):
+        etcd.kill()
+        assert seen.wait(lambda each: not each.fresh)
+        before = time.process_time()
+        time.sleep(2.5)
+        assert time.process_time() - before < 0.5
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2, said  # the hold's line and the watch's
+    assert all("trying on" in text and "\n" not in text for text in said)
+    assert [each.fresh for each in seen.all] == [True, False]
+    assert seen.last == {"h": b"v"}
+
+
+def test_every_call_is_bounded_while_etcd_is_frozen(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    store = opened(etcd.url)
+    hold = store.hold("h", b"v", TTL)
+    assert hold.wait(5)
+    seen = Seen()
+    store.watch("", seen)
+    assert seen.values({"h": b"v"})
+    etcd.freeze()
+    for call in (lambda: store.read(""), lambda: store.write([Put("k", b"")])):
+        began = time.monotonic()
+        with pytest.raises(RegistryLost, match="etcd at 127"):
+            call()
+        assert time.monotonic() - began < 1.5
+    began = time.monotonic()
+    hold.update(b"2")
+    assert time.monotonic() - began < 0.1
+    hold.release()
+    assert time.monotonic() - began < 2
+    store.close()
+    assert time.monotonic() - began < 3
+    etcd.thaw()
+    assert eventually(lambda: not etcd.keys("/tidal/"), GONE + 1)  # left to its TTL
+
+
+# --- a frozen member ---
+
+HOLDER = """
+import sys, time
+from tidal_connector.registry.settings import RegistryConfig, open_store
+store = open_store(RegistryConfig(url=sys.argv[1], ttl_s=1))
+hold = store.hold("h", sys.argv[2].encode(), 1)
+while True:
+    print(int(hold.held), flush=True)
+    time.sleep(0.05)
+"""
+
+
+def holder(url: str, value: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", HOLDER, url, value], cwd=ROOT, stdout=subprocess.PIPE)
+
+
+def test_a_frozen_member_goes_and_does_not_come_between_its_successor(
+    etcd: EtcdServer, opened: Callable[..., CommonStore]
+) -> None:
+    store = opened(etcd.url)
+    seen = Seen()
+    store.watch("", seen)
+    first = holder(etcd.url, "first")
+    try:
+        assert seen.values({"h": b"first"}, 10)
+        first.send_signal(signal.SIGSTOP)
+        assert seen.values({}, GONE)
+        first.send_signal(signal.SIGCONT)
+        assert seen.values({"h": b"first"}, TTL * 1.5)  # nobody took its place
+        first.send_signal(signal.SIGSTOP)
+        assert seen.values({}, GONE)
+        with opened(etcd.url) as other:
+            successor = other.hold("h", b"second", TTL)
+            assert successor.wait(5)
+            assert first.stdout is not None
+            os.set_blocking(first.stdout.fileno(), False)
+            first.stdout.read()
+            first.send_signal(signal.SIGCONT)
+            time.sleep(TTL * 1.5)
+            assert etcd.keys(H)[H].value == b"second"
+            assert successor.held
+            assert b"1" not in first.stdout.read().splitlines()[1:]  # it knows, from its first look at the clock on
+        assert seen.values({"h": b"first"}, GONE)
+    finally:
+        first.send_signal(signal.SIGCONT)
+        first.kill()
+        first.wait(10)
+        first.communicate()
+
+
+def test_a_killed_member_is_gone_within_its_ttl(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    seen = Seen()
+    opened(etcd.url).watch("", seen)
+    process = holder(etcd.url, "v")
+    try:
+        assert seen.values({"h": b"v"}, 10)
+    finally:
+        process.kill()
+        process.communicate()
+    assert seen.values({}, GONE)
+
+
+@pytest.mark.parametrize("ttl", [4, 5, 10, 60])
+def test_what_etcd_is_asked_for_leaves_it_time_to_look(ttl: int) -> None:
+    assert granted_ttl(ttl) == ttl - 1
+    assert granted_ttl(ttl + 0.9) == ttl - 1
+    assert granted_ttl(1) == 1
+    assert granted_ttl(3.9) == 3
+
+
+# --- FR-16: a cut watch ---
+
+
+@pytest.mark.parametrize("compacted", [False, True], ids=["plain", "compacted"])
+@pytest.mark.parametrize("how", ["cut", "freeze"])
+def test_fr_16_a_watch_misses_no_delete_while_it_is_cut(
+    etcd: EtcdServer, opened: Callable[..., CommonStore], how: str, compacted: bool
+) -> None:
+    with Relay(etcd.netloc) as relay:
+        proxy, engine, survivor = opened(f"etcd://{relay.netloc}"), opened(etcd.url), opened(etcd.url)
+        assert engine.hold("h", b"v", TTL).wait(5)
+        assert survivor.hold("stays", b"v", TTL).wait(5)
+        survivor.write([Put("changes", b"old"), Put("goes", b"")])
+        seen = Seen()
+        proxy.watch("", seen)
+        assert seen.values({"h": b"v", "stays": b"v", "changes": b"old", "goes": b""})
+        getattr(relay, how)()
+        engine.die()
+        survivor.write([Put("changes", b"new"), Delete("goes"), Put("comes", b"")])
+        assert seen.wait(lambda each: not each.fresh, TTL * 3)
+        assert set(seen.last or {}) == {"h", "stays", "changes", "goes"}  # what was last heard
+        assert eventually(lambda: H not in etcd.keys("/tidal/"), GONE)
+        if compacted:
+            etcd.compact()
+        relay.mend()
+        assert seen.values({"stays": b"v", "changes": b"new", "comes": b""}, TTL * 2)
+        assert seen.all[-1].entries == survivor.read("").entries
+        # And the stream flows again, without waiting for the next reading of the prefix.
+        survivor.write([Put("changes", b"newer")])
+        assert seen.values({"stays": b"v", "changes": b"newer", "comes": b""}, 0.3)
+
+
+def test_a_short_cut_of_the_stream_alone_is_not_told(
+    etcd: EtcdServer, opened: Callable[..., CommonStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Relay(etcd.netloc) as relay:
+        proxy, other = opened(f"etcd://{relay.netloc}"), opened(etcd.url)
+        seen = Seen()
+        proxy.watch("", seen)
+        assert seen.values({})
+        with caplog.at_level("WARNING", "tidal.registry"):
+            relay.cut()
+            relay.mend()
+            other.write([Put("k", b"1")])
+            assert seen.values({"k": b"1"}, 1)
+        assert all(each.fresh for each in seen.all)
+        assert not caplog.records
+
+
+def test_a_reading_that_is_ahead_of_its_stream_is_not_undone(
+    etcd: EtcdServer, opened: Callable[..., CommonStore]
+) -> None:
+    """Writes as fast as they go while the watch reads the prefix again and again: it ends with what is there."""
+    store, other = opened(etcd.url), opened(etcd.url)
+    seen = Seen()
+    store.watch("", seen)
+    over = time.monotonic() + 2
+    number = 0
+    while time.monotonic() < over:
+        number += 1
+        key = f"k{number % 5}"
+        other.write([Put(key, b"%d" % number) if number % 3 else Delete(key)])
+    assert eventually(lambda: seen.all[-1].entries == other.read("").entries, 2)
+    assert number > 100
+
+
+# --- FR-20: a slow start ---
+
+
+def test_fr_20_registration_waits_for_an_etcd_that_starts_late(
+    tmp_path: Path, opened: Callable[..., CommonStore]
+) -> None:
+    server = EtcdServer(tmp_path)
+    store = opened(server.url)
+    hold = store.hold("h", b"v", TTL)
+    seen = Seen()
+    store.watch("", seen)
+    assert not hold.wait(TTL * 1.5)
+    assert not seen.all
+    with pytest.raises(RegistryLost, match=f"etcd at {server.netloc}: unavailable: .*[Cc]onnection refused"):
+        store.read("")
+    with server:
+        assert hold.wait(TTL * 2)
+        assert seen.values({"h": b"v"}, TTL * 2)
+
+
+# --- several endpoints ---
+
+
+def test_a_dead_endpoint_is_passed_over(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    dead = "127.0.0.1:9"
+    store = opened(f"etcd://{dead},{etcd.netloc}")
+    assert store.read("").entries == {}  # at once: each endpoint is asked
+    assert opened(f"etcd://{dead},{etcd.netloc}").hold("h", b"v", TTL).wait(2)
+    opened(f"etcd://{dead},{etcd.netloc}").write([Put("k", b"")])
+    seen = Seen()
+    opened(f"etcd://{dead},{etcd.netloc}").watch("", seen)
+    assert seen.values({"h": b"v", "k": b""}, 2)
+
+
+def test_a_cluster_of_three_loses_one_member_after_another(tmp_path: Path, opened: Callable[..., CommonStore]) -> None:
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    servers = [EtcdServer(folder) for folder in folders]
+    url = joined(*servers)
+    try:
+        for server in servers:
+            server.start(wait=False)
+        for server in servers:
+            server.wait_ready()
+        store = opened(url, 2.0)
+        hold = store.hold("h", b"v", 2.0)
+        assert hold.wait(5)
+        seen = Seen()
+        store.watch("", seen)
+        assert seen.values({"h": b"v"})
+        for index, harm, mend in ((0, servers[0].freeze, servers[0].thaw), (1, servers[1].kill, servers[1].start)):
+            harm()
+            other = servers[(index + 1) % 3]
+            assert eventually(lambda: _put(other, f"/tidal/default/k{index}"), 10)  # noqa: B023
+            assert seen.wait(lambda each: each.fresh and f"k{index}" in each.entries, 8)  # noqa: B023
+            assert hold.wait(5)
+            assert store.read("h").entries["h"].value == b"v"
+            mend()
+            servers[index].wait_ready()
+        assert list(servers[2].keys(H)) == [H]
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def _put(server: EtcdServer, key: str) -> bool:
+    try:
+        server.put(key, b"")
+    except Exception:  # an election goes on
+        return False
+    return True
+
+
+# --- clocks ---
+
+
+def test_steps_of_the_wall_clock_change_nothing(
+    etcd: EtcdServer, opened: Callable[..., CommonStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(etcd.url)
+    hold = store.hold("h", b"v", TTL)
+    assert hold.wait(5)
+    seen = Seen()
+    store.watch("", seen)
+    assert seen.values({"h": b"v"})
+    real = time.time
+    for step in (86400.0, -86400.0):
+        monkeypatch.setattr(time, "time", lambda step=step: real() + step)
+        for _ in range(10):
+            assert hold.held
+            time.sleep(TTL / 8)
+    assert len(seen.all) == 1
+
+
+def test_nothing_in_the_registry_reads_the_wall_clock() -> None:
+    for path in (ROOT / "tidal_connector" / "registry").glob("*.py"):
+        assert not re.search(r"\btime\.time\(|datetime", path.read_text(encoding="utf-8")), path.name
+
+
+# --- what strangers write ---
+
+
+def test_fr_41_keys_and_values_of_strangers_do_no_harm(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    store = opened(etcd.url)
+    seen = Seen()
+    store.watch("members/", seen)
+    assert seen.values({})
+    etcd.put(b"/tidal/default/members/\xff\xfe", b"x")
+    etcd.put("/tidal/default/members/", b"x")
+    etcd.put("/tidal/default/members/a//b\n", b"x")
+    etcd.put("/tidal/defaulted/members/c", b"of another cluster")
+    for number in range(70):  # more than a message of gRPC takes by default, and more than one page
+        etcd.put(f"/tidal/default/members/big-{number}", bytes(1 << 20))
+    assert seen.wait(lambda each: len(each.entries) == 73, 20)
+    assert set(store.read("members/").entries) == set(seen.all[-1].entries)
+    assert {"members/\\xff\\xfe", "members/", "members/a//b\n"} <= set(seen.all[-1].entries)
+
+
+def test_fr_43_an_entry_under_another_lease_is_left_alone(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+    hold = opened(etcd.url).hold("h", b"owner", TTL)
+    assert hold.wait(5)
+    etcd.put(H, b"thief", ttl_s=3)  # whoever has etcd's rights can do it: that is why etcd needs auth
+    assert eventually(lambda: not hold.held, TTL)
+    time.sleep(TTL)
+    assert etcd.keys(H)[H].value == b"thief"
+    assert hold.wait(6)  # as soon as the other lease ends
+    assert etcd.keys(H)[H].value == b"owner"
+
+
+def test_no_thread_outlives_its_store(etcd: EtcdServer) -> None:
+    def names() -> set[str]:
+        return {each.name for each in threading.enumerate()}
+
+    before = names()
+    for _ in range(3):
+        with EtcdStore(RegistryConfig(url=etcd.url, ttl_s=TTL)) as store:
+            store.watch("", Seen())
+            assert store.hold("h", b"", TTL).wait(5)
+    assert eventually(lambda: names() <= before, 3), names() - before
