@@ -238,9 +238,7 @@ class Supervisor:
             return True
         work = ", ".join(f"{count} {kind}" for kind, count in (seen.work or {}).items())
         if now >= drain.deadline:
-            _log.warning(
-                "engine %s: the deadline has passed (%s); stopping", plan.engine, work or "it does not say what it does"
-            )
+            _log.warning("engine %s: the deadline has passed; stopping%s", plan.engine, work and f" with {work}")
             return True
         if work and now - drain.said_at >= _SAY_S:
             drain.said_at = now
