@@ -146,6 +146,8 @@ def test_the_data_ports_are_reached_where_the_control_channel_is_unless_told(
 @pytest.mark.parametrize(
     ("control", "transfer", "words"),
     [
+        ({"bind": "0.0.0.0:7100"}, {}, r"control\.advertise = None with .*peers cannot connect to 0\.0\.0\.0"),
+        ({"bind": "[::]:7100"}, {}, r"peers cannot connect to ::; set control\.advertise"),
         ({}, {"host": "0.0.0.0"}, r"transfer\.host = '0\.0\.0\.0': expected an address"),
         ({}, {"host": "::"}, r"transfer\.host = '::': expected an address"),
         ({}, {"host": "a b"}, r"transfer\.host = 'a b': expected"),

@@ -121,11 +121,17 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the host that peers connect to, and the port, which is 0 where the one that is bound counts.
 
         Raises:
-            ConfigError: an address cannot be read.
+            ConfigError: an address cannot be read, or no peer can use it.
         """
-        if self.advertise is None:
-            return parse_address("control.bind", self.bind)[0], 0
-        return parse_host("control.advertise", self.advertise)
+        host, port = parse_address("control.bind", self.bind)[0], 0
+        if self.advertise is not None:
+            host, port = parse_host("control.advertise", self.advertise)
+        if is_unspecified(host):
+            raise ConfigError(
+                f"control.advertise = {self.advertise!r} with control.bind = {self.bind!r}: peers cannot connect to "
+                f"{host}; set control.advertise to an address of this machine that they reach"
+            )
+        return host, port
 
 
 class SelectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

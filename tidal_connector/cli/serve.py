@@ -20,7 +20,7 @@ from tidal_connector.cluster.serving import (
 )
 from tidal_connector.cluster.supervise import Supervisor
 from tidal_connector.cluster.vllm_args import has_flag
-from tidal_connector.config import log_level
+from tidal_connector.config import load_config, log_level
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.log import configure
@@ -50,6 +50,7 @@ def _command(config: ServeConfig, role: Role, vllm_args: Sequence[str]) -> list[
     if config.registry is not None:
         with Ports() as ports:
             return list(plan_engine(config, role, vllm_args, ports).command)
+    _ = load_config(config.tidal).transfer_host  # refused here and not a minute later by the engine
     args = list(vllm_args)
     if config.http.bind:
         host, port = http_wanted(config, vllm_args)

@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from tidal_connector.config import ControlConfig, is_unspecified, join_address, parse_address
+from tidal_connector.config import ControlConfig, join_address, parse_address
 from tidal_connector.control.messages import FRAME_LIMIT
 from tidal_connector.errors import ConfigError
 
@@ -68,12 +68,6 @@ class Channel:
         """
         host, port = parse_address("control.bind", bind)
         shown, shown_port = ControlConfig(bind=bind, advertise=advertise).advertised()
-        if is_unspecified(shown):
-            raise ConfigError(
-                f"control.advertise = {advertise!r} with control.bind = {bind!r}: peers cannot connect to "
-                f"{shown}; "
-                "set control.advertise to an address of this machine that they reach"
-            )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._dialled: dict[Route, zmq.Socket[bytes]] = {}
