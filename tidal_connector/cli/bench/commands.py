@@ -206,3 +206,42 @@ def capacity(
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
+
+
+@bench.command()
+def rollout(
+    engines: Annotated[int, typer.Option(help="Engines of each role; 1 for --real, which then uses a surge.")] = 0,
+    clients: Annotated[int, typer.Option(help="Clients that ask at once.", min=1)] = 8,
+    real: Annotated[bool, typer.Option("--real", help="vLLM engines with a tiny model instead of stand-ins.")] = False,
+    model: Annotated[Path | None, typer.Option(help="--real: take this checkpoint instead of making one.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="apply, agent, etcd, never-ready, wrong or layout; repeatable; all (--real: apply)."),
+    ] = None,
+    no_etcd: Annotated[bool, typer.Option("--no-etcd", help="A folder as the registry instead of etcd.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Work in this folder and keep it: logs, records, data.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Rollouts under load: upgrades, returns, killed agents, a killed etcd, bad revisions; no client may notice.
+
+    Exit status 1 if a request failed, an answer was wrong, or a rollout ended otherwise than it should.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.bench.rollout import RolloutOptions, run_rollout
+
+    options = RolloutOptions(
+        engines=engines or (1 if real else 2),
+        clients=clients,
+        real=real,
+        etcd=not no_etcd,
+        only=tuple(only or ()),
+        model=model,
+        keep=keep,
+    )
+    with clear_ends():
+        check_json_file(json_file)
+        found = run_rollout(options, Console())
+        write_json(found, json_file)
+    if found.shortcomings():
+        raise typer.Exit(1)
