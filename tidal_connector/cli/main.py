@@ -65,13 +65,24 @@ def proxy(
     decode: Annotated[
         list[str] | None, typer.Option(help="ID=URL[,CONTROL_HOST:PORT] of a decode engine; repeatable.")
     ] = None,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on; 127.0.0.1:8000 if not said.")] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT or [IPv6]:PORT to serve on, port 0: a free one; 127.0.0.1:8000 if not said."),
+    ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(help="Where engines announce themselves: etcd://HOST:2379 or file:///FOLDER."),
+    ] = None,
+    policy: Annotated[
+        Literal["least_tokens", "prefix_affinity", "random"] | None,
+        typer.Option(help="How engines are chosen; least_tokens if not said."),
+    ] = None,
 ) -> None:
     """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""
-    from tidal_connector.cli.proxy import run_proxy
+    from tidal_connector.cli.proxy import proxy_config, run_proxy
 
     with clear_ends():
-        run_proxy(config, prefill or [], decode or [], listen)
+        run_proxy(proxy_config(config, prefill or [], decode or [], listen, registry, policy))
 
 
 @app.command(context_settings=_PASS_ON)

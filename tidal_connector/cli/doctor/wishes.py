@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files of settings ask of a machine: pools, ports, addresses, transports, a registry. Only reads the files."""
+
+from __future__ import annotations
+
+import socket
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidal_connector.cluster.serving import read_serve_config
+from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config, parse_address
+from tidal_connector.errors import ConfigError
+from tidal_connector.ids import Role
+from tidal_connector.proxy.settings import check_config, read_config
+from tidal_connector.registry.addresses import check_host, split
+from tidal_connector.registry.settings import RegistryConfig
+
+
+class PoolWish(msgspec.Struct, frozen=True):
+    """A host pool: which file asks for it, its bytes, and kind of pages, path and NUMA node, where these are set."""
+
+    file: str
+    bytes: int
+    pages: PageKind | None = None
+    path: str | None = None
+    node: int | None = None
+
+
+class PortWish(msgspec.Struct, frozen=True):
+    """A port to listen on: which file and field ask for it; port 0 takes any."""
+
+    file: str
+    field: str
+    host: str
+    port: int
+
+
+class AddressWish(msgspec.Struct, frozen=True):
+    """An address that others are told: which file and field, and why nobody could use it (empty: they can)."""
+
+    file: str
+    field: str
+    text: str
+    problem: str
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the files ask for.
+
+    Attributes:
+        files: that were read well.
+        problems: what is wrong with a file, by file.
+        protocols: of Mooncake.
+        registry: the first one that is named.
+    """
+
+    files: tuple[str, ...] = ()
+    problems: Mapping[str, str] = {}
+    pools: tuple[PoolWish, ...] = ()
+    ports: tuple[PortWish, ...] = ()
+    addresses: tuple[AddressWish, ...] = ()
+    protocols: frozenset[Protocol] = frozenset()
+    registry: RegistryConfig | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools together."""
+        return sum(pool.bytes for pool in self.pools)
+
+    @property
+    def pins(self) -> bool:
+        """Whether a transport locks the pool in memory."""
+        return bool(self.protocols & {Protocol.RDMA, Protocol.ASCEND})
+
+
+def read_wishes(files: Sequence[Path], registry_url: str | None = None) -> Wishes:
+    """Read files for engines, proxies and clusters; what is wrong with one does not keep the others from being read.
+
+    Args:
+        files: as ``tidal serve``, ``tidal proxy`` or ``tidal rollout`` take them.
+        registry_url: a registry to ask, instead of the one that the files name.
+
+    Raises:
+        ConfigError: a file does not exist.
+    """
+    found, problems = Wishes(), {}
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"--config {path}: no such file")
+        try:
+            found = _joined(found, _read(path))
+        except ConfigError as error:
+            problems[str(path)] = str(error)
+    registry = found.registry
+    if registry_url:
+        given = registry or RegistryConfig(url=registry_url)
+        registry = msgspec.structs.replace(given, url=registry_url)
+    return msgspec.structs.replace(found, problems=problems, registry=registry)
+
+
+def _read(path: Path) -> Wishes:
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if "group" in given:
+        return _cluster(path)
+    if "engine" in given:
+        return _engine(path)
+    return _proxy(path)
+
+
+def _engine(path: Path) -> Wishes:
+    config = read_serve_config(path)
+    tidal = load_config(config.tidal, f"{path}: [tidal]")
+    ports, addresses = _control(str(path), tidal)
+    if config.http.bind:
+        host, port = parse_address("http.bind", config.http.bind)
+        ports.append(PortWish(str(path), "http.bind", host, port))
+        if config.registry is not None:
+            addresses.append(_address(str(path), "http.advertise", config.http.advertise or host))
+    return Wishes(
+        files=(str(path),),
+        pools=_pools(str(path), tidal, config.tidal, 1),
+        ports=tuple(ports),
+        addresses=tuple(addresses),
+        protocols=frozenset({tidal.transfer.protocol}),
+        registry=config.registry,
+    )
+
+
+def _control(file: str, tidal: TidalConfig) -> tuple[list[PortWish], list[AddressWish]]:
+    host, port = parse_address("control.bind", tidal.control.bind)
+    given = tidal.control.advertise
+    addresses = [_address(file, "control.advertise" if given else "control.bind", given or host)]
+    if tidal.transfer.host:
+        addresses.append(_address(file, "transfer.host", tidal.transfer.host))
+    return [PortWish(file, "control.bind", host, port)], addresses
+
+
+def _pools(file: str, tidal: TidalConfig, given: Mapping[str, Any], engines: int) -> tuple[PoolWish, ...]:
+    # "auto" depends on the role, which the file does not say: a pool that is described is meant.
+    if tidal.offload is Offload.OFF or (tidal.offload is Offload.AUTO and "pool" not in given):
+        return ()
+    pool = tidal.pool
+    return (PoolWish(file, pool.size, pool.pages, pool.path, pool.numa),) * engines
+
+
+def _proxy(path: Path) -> Wishes:
+    config = read_config(path)
+    host, port = config.address()
+    given = msgspec.to_builtins(config).get("registry")
+    if not given:
+        check_config(config)
+    registry = msgspec.convert(given, RegistryConfig) if given else None
+    return Wishes(files=(str(path),), ports=(PortWish(str(path), "listen", host, port),), registry=registry)
+
+
+def _cluster(path: Path) -> Wishes:
+    from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
+
+    spec, pools, protocols, here = read_spec(path), [], set(), socket.gethostname()
+    for group in spec.group:
+        given = filled(group.tidal, names_of(group, 0))
+        tidal = load_config(given, f"{path}: group {group.name}: tidal")
+        # Where this machine's name is not among the nodes, the fullest node counts.
+        places = [slot_of(group, number).node for number in range(group.count)]
+        engines = places.count(here) if here in group.nodes else max(map(places.count, places), default=0)
+        wanted = tidal.offload is not Offload.AUTO or group.role is Role.DECODE
+        pools += _pools(str(path), tidal, {"pool": {}} if wanted else {}, engines)
+        protocols.add(tidal.transfer.protocol)
+    given = spec.cluster.registry
+    return Wishes(
+        files=(str(path),),
+        pools=tuple(pools),
+        protocols=frozenset(protocols),
+        registry=msgspec.convert(given, RegistryConfig) if given else None,
+    )
+
+
+def _address(file: str, field: str, text: str) -> AddressWish:
+    try:
+        check_host(field, split(field, text)[0])
+    except ConfigError as error:
+        return AddressWish(file, field, text, str(error))
+    return AddressWish(file, field, text, "")
+
+
+def _joined(one: Wishes, other: Wishes) -> Wishes:
+    return Wishes(
+        files=one.files + other.files,
+        pools=one.pools + other.pools,
+        ports=one.ports + other.ports,
+        addresses=one.addresses + other.addresses,
+        protocols=one.protocols | other.protocols,
+        registry=one.registry or other.registry,
+    )
