@@ -257,7 +257,12 @@ def nobody(address: str, timeout_s: float) -> Any:
 
 @contextlib.asynccontextmanager
 async def open_bed(
-    prefill: list[Behaviour], decode: list[Behaviour], timeouts: Timeouts, retries: int, ask: Ask
+    prefill: list[Behaviour],
+    decode: list[Behaviour],
+    timeouts: Timeouts,
+    retries: int,
+    ask: Ask,
+    **more: Any,
 ) -> AsyncIterator[Bed]:
     sides = [[FakeEngine(item) for item in prefill], [FakeEngine(item) for item in decode]]
     async with contextlib.AsyncExitStack() as stack:
@@ -268,6 +273,7 @@ async def open_bed(
             decode=tuple(Decode(f"d{i}", item.url, f"127.0.0.1:{7100 + i}") for i, item in enumerate(sides[1])),
             timeouts=timeouts,
             retries=retries,
+            **more,
         )
         settings = uvicorn.Config(build_app(config, ask), port=0, log_level="error", lifespan="on", ws="none")
         server = uvicorn.Server(settings)
@@ -303,10 +309,11 @@ def run_bed() -> Callable[..., None]:
         timeouts: Timeouts | None = None,
         retries: int = 1,
         ask: Ask = nobody,
+        **more: Any,
     ) -> None:
         async def whole() -> None:
             async with open_bed(
-                prefill or [Replies.ok], decode or [Replies.ok_or_stream], timeouts or Timeouts(), retries, ask
+                prefill or [Replies.ok], decode or [Replies.ok_or_stream], timeouts or Timeouts(), retries, ask, **more
             ) as bed:
                 await scenario(bed)
                 await bed.settled()

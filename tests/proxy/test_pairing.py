@@ -6,26 +6,35 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 import pytest
 
 from tests.proxy.answers import Engines, about, layout, other_release
 from tidal_connector.control.messages import About
 from tidal_connector.errors import PeerLost, ProtocolError
 from tidal_connector.proxy.pairing import barred_pairs
+from tidal_connector.proxy.policy import Pair
+from tidal_connector.proxy.roster import Engine, Roster
 from tidal_connector.proxy.settings import Decode, Prefill, ProxyConfig, Timeouts
 from tidal_connector.proxy.survey import Survey
 
-P0, P1 = Prefill("p0", "http://h:1", "p0:1"), Prefill("p1", "http://h:2", "p1:1")
-D0, D1 = Decode("d0", "http://h:3", "d0:1"), Decode("d1", "http://h:4", "d1:1")
-CONFIG = ProxyConfig(prefill=(P0, P1), decode=(D0, D1))
-ONE = ProxyConfig(prefill=(P0,), decode=(D0,))
+CONFIG = ProxyConfig(
+    prefill=(Prefill("p0", "http://h:1", "p0:1"), Prefill("p1", "http://h:2", "p1:1")),
+    decode=(Decode("d0", "http://h:3", "d0:1"), Decode("d1", "http://h:4", "d1:1")),
+)
+P0, P1, D0, D1 = Roster(CONFIG).engines
+ONE = ProxyConfig(prefill=CONFIG.prefill[:1], decode=CONFIG.decode[:1])
+
+
+def judge(known: dict[Engine, About]) -> dict[Pair, str]:
+    return barred_pairs((P0, P1), (D0, D1), known)
 
 
 def test_equal_layouts_fit_and_the_unknown_are_barred_from_nothing() -> None:
-    assert barred_pairs(CONFIG, {}) == {}
-    assert barred_pairs(CONFIG, {P0: about("p0", layout(layers=4))}) == {}
+    assert judge({}) == {}
+    assert judge({P0: about("p0", layout(layers=4))}) == {}
     everybody = {item: about(item.engine) for item in (P0, P1, D0, D1)}
-    assert barred_pairs(CONFIG, everybody) == {}
+    assert judge(everybody) == {}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +52,7 @@ def test_equal_layouts_fit_and_the_unknown_are_barred_from_nothing() -> None:
 )
 def test_a_pair_that_differs_is_barred_with_both_names_and_values(decode: About, words: str) -> None:
     known = {P0: about("p0"), D0: decode, P1: about("p1", decode.layout), D1: about("d1")}
-    barred = barred_pairs(CONFIG, known)
+    barred = judge(known)
     line = barred["p0", "d0"]
     assert line.startswith("prefill engine 'p0' and decode engine 'd0' do not fit: ")
     assert words in line
@@ -52,7 +61,7 @@ def test_a_pair_that_differs_is_barred_with_both_names_and_values(decode: About,
 
 
 def test_another_engine_at_an_address_bars_every_pair_of_the_one_that_was_named() -> None:
-    barred = barred_pairs(CONFIG, {P0: about("p7")})
+    barred = judge({P0: about("p7")})
     assert set(barred) == {("p0", "d0"), ("p0", "d1")}
     assert set(barred.values()) == {
         "prefill engine 'p0' was looked for at p0:1, engine 'p7' is there: correct the address or the id"
@@ -60,15 +69,34 @@ def test_another_engine_at_an_address_bars_every_pair_of_the_one_that_was_named(
 
 
 def test_an_engine_of_the_other_role_is_named() -> None:
-    swapped = ProxyConfig(prefill=(Prefill("d0", "http://h:1", "d0:1"),), decode=(Decode("p0", "http://h:2", "p0:1"),))
-    (line,) = barred_pairs(swapped, {swapped.prefill[0]: about("d0")}).values()
+    wrong = Engine(engine="d0", side="prefill", url="http://h:1", control="d0:1")
+    (line,) = barred_pairs([wrong], [D1], {wrong: about("d0")}).values()
     assert "'d0' at d0:1 is configured as a prefill engine and serves as a decode engine (kv_role kv_consumer)" in line
-    (line,) = barred_pairs(swapped, {swapped.decode[0]: about("p0")}).values()
+    wrong = Engine(engine="p0", side="decode", url="http://h:1", control="p0:1")
+    (line,) = barred_pairs([P1], [wrong], {wrong: about("p0")}).values()
     assert "'p0' at p0:1 is configured as a decode engine and serves as a prefill engine (kv_role kv_producer)" in line
 
 
+def test_fingerprints_of_the_registry_count_until_an_engine_has_spoken() -> None:
+    one, other = about("p0").fingerprint, "0" * 32
+    prefill = msgspec.structs.replace(P0, layout=one)
+    decode = msgspec.structs.replace(D0, layout=other)
+    assert barred_pairs([prefill], [D0], {}) == {}
+    (line,) = barred_pairs([prefill], [decode], {}).values()
+    assert f"do not fit: layout fingerprint {one} at 'p0', {other} at 'd0'; serve the same checkpoint" in line
+    (line,) = barred_pairs([P0], [decode], {P0: about("p0")}).values()
+    assert f"{one} at 'p0', {other} at 'd0'" in line
+    assert barred_pairs([prefill], [decode], {decode: about("d0")}) == {}
+
+
+def test_an_engine_of_both_roles_never_pushes_to_itself() -> None:
+    twice = [Engine(engine="b0", side=side, url="http://h:1") for side in ("prefill", "decode")]
+    (line,) = barred_pairs(twice[:1], twice[1:], {}).values()
+    assert line.startswith("engine 'b0' cannot push to itself")
+
+
 def survey_of(config: ProxyConfig, engines: Engines, rounds: int = 1, survey: Survey | None = None) -> Survey:
-    found = survey or Survey(config, engines.ask)
+    found = survey or Survey(Roster(config), config.timeouts, engines.ask)
 
     async def run() -> None:
         for _ in range(rounds):
@@ -80,7 +108,7 @@ def survey_of(config: ProxyConfig, engines: Engines, rounds: int = 1, survey: Su
 
 def test_only_engines_with_an_address_are_asked() -> None:
     engines = Engines(p0=about("p0"), d0=about("d0"))
-    config = ProxyConfig(prefill=(P0,), decode=(D0, Decode("d1", "http://h:4")))
+    config = ProxyConfig(prefill=ONE.prefill, decode=(*ONE.decode, Decode("d1", "http://h:4")))
     survey = survey_of(config, engines)
     assert sorted(engines.asked) == ["d0", "p0"]
     assert survey.unknown == []
@@ -121,10 +149,10 @@ def test_an_engine_that_falls_silent_is_still_what_it_was() -> None:
 
 def test_engines_are_asked_again_and_again_and_no_more_afterwards() -> None:
     engines = Engines()
-    config = ProxyConfig(prefill=(P0,), decode=(D0,), timeouts=Timeouts(inquiry_every_s=0.01))
+    survey = Survey(Roster(ONE), Timeouts(inquiry_every_s=0.01), engines.ask)
 
     async def run() -> int:
-        async with Survey(config, engines.ask).running():
+        async with survey.running():
             while len(engines.asked) < 6:
                 await asyncio.sleep(0.005)
         count = len(engines.asked)

@@ -407,7 +407,7 @@ def test_fr_10_health_needs_one_engine_of_each_kind(run_bed: Any, replies: Any) 
 
 def test_models_come_from_the_decode_engine(run_bed: Any) -> None:
     async def scenario(bed: Any) -> None:
-        assert (await bed.client.get("/v1/models")).json() == {"data": [{"id": "m"}]}
+        assert (await bed.client.get("/v1/models")).json() == {"object": "list", "data": [{"id": "m"}]}
 
     run_bed(scenario)
 

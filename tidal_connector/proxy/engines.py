@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
+from http import HTTPStatus
 
-import httpx
 import msgspec
 
 from tidal_connector.proxy.legs import Body
-from tidal_connector.proxy.settings import Timeouts
-
-Pieces = AsyncGenerator[bytes, None]
+from tidal_connector.proxy.wire import Client, ConnectFailed, Response, WireError
 
 SSE = "text/event-stream"
+JSON = {"content-type": "application/json"}
 _KEPT_HEADERS = ("content-type", "retry-after")
 _ERROR_EVENT = b'data: {"error"'
+_FIXED = ((b"content-type", b"application/json"), (b"accept-encoding", b"identity"))
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -48,39 +48,35 @@ class Answer:
     Attributes:
         status, headers: as the engine sent them (headers that concern the client only).
         first: the body, or the first piece of the stream.
-        rest: the following pieces; None where ``first`` is all.
+        streams: whether further pieces may follow.
     """
 
-    __slots__ = ("_response", "first", "headers", "rest", "status")
+    __slots__ = ("_response", "first", "headers", "status", "streams")
 
-    def __init__(self, response: httpx.Response, first: bytes, rest: AsyncGenerator[bytes, None] | None) -> None:
+    def __init__(self, response: Response, first: bytes, streams: bool) -> None:
         self._response = response
-        self.status = response.status_code
+        self.status = response.status
         self.headers = kept_headers(response)
         self.first = first
-        self.rest = rest
+        self.streams = streams
 
-    async def close(self) -> None:
+    async def piece(self) -> bytes:
+        """Return the next piece of the stream; empty at its end.
+
+        Raises:
+            WireError: the engine broke off.
+        """
+        return await self._response.piece()
+
+    def close(self) -> None:
         """Close the connection if the stream is still open; again does nothing."""
-        if self.rest is not None:
-            await self.rest.aclose()
-        await self._response.aclose()
-
-
-def open_client(timeouts: Timeouts) -> httpx.AsyncClient:
-    """Return the client for all legs; reading has no bound of its own because each leg has one as a whole."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(timeouts.connect_s, read=None),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=timeouts.keepalive_s
-        ),
-        trust_env=False,
-    )
+        self._response.close()
 
 
 async def run_leg(
-    client: httpx.AsyncClient,
+    client: Client,
     url: str,
+    path: str,
     body: Body,
     headers: Mapping[str, str],
     *,
@@ -90,62 +86,50 @@ async def run_leg(
     """Send one leg and wait for its body, or for the first piece of its stream.
 
     Args:
-        client: from :func:`open_client`.
-        url: full URL.
+        client: to all engines.
+        url: the engine's base URL.
+        path: route on the engine.
         body: JSON object.
         headers: further request headers.
         bound_s: seconds for all of it.
         engine: what messages call the engine.
     """
+    # As the bytes that the client sent: starlette reads them as latin-1.
+    raw = [*_FIXED, *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())]
     try:
         async with asyncio.timeout(bound_s):
-            fixed = {"content-type": "application/json", "accept-encoding": "identity"}
-            request = client.build_request(
-                "POST",
-                url,
-                content=msgspec.json.encode(body),
-                # As the bytes that the client sent: httpx would refuse any text beyond ASCII.
-                headers={name.encode(): value.encode("latin-1") for name, value in {**headers, **fixed}.items()},
-            )
-            return await _opened(await client.send(request, stream=True))
+            return await _opened(await client.request("POST", url, path, raw, msgspec.json.encode(body)))
     except TimeoutError:
-        return failure(504, f"engine {engine} did not answer within {bound_s:g} s", retryable=False)
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        return failure(504, f"engine {engine} did not answer within {bound_s:.3g} s", retryable=False)
+    except ConnectFailed as error:
         return failure(502, f"engine {engine} cannot be reached: {error}", retryable=True, unreachable=True)
-    except httpx.TransportError as error:
-        return failure(502, f"engine {engine} broke off: {name_of(error)}", retryable=True)
+    except WireError as error:
+        return failure(502, f"engine {engine} broke off: {error}", retryable=True)
 
 
-async def _opened(response: httpx.Response) -> Answer | Failure:
+async def _opened(response: Response) -> Answer | Failure:
     good = False
     try:
-        if response.status_code != httpx.codes.OK or not is_stream(response.headers):
-            body = await response.aread()
-            good = response.is_success
-            return Answer(response, body, None) if good else _engine_failure(response, body)
-        pieces = _pieces(response)
-        first = await anext(pieces, b"")
+        if response.status != HTTPStatus.OK or not is_stream(response.headers):
+            body = await response.read()
+            good = response.status // 100 == 2
+            return Answer(response, body, streams=False) if good else _engine_failure(response, body)
+        first = await response.piece()
         if first.startswith(_ERROR_EVENT):
-            with contextlib.suppress(httpx.TransportError):  # the error event itself is what counts
-                async for piece in pieces:
-                    first += piece
+            with contextlib.suppress(WireError):  # the error event itself is what counts
+                first += await response.read()
             return _engine_failure(response, first)
         good = True
-        return Answer(response, first, pieces)
+        return Answer(response, first, streams=True)
     finally:
         if not good:
-            await response.aclose()
+            response.close()
 
 
-async def _pieces(response: httpx.Response) -> Pieces:
-    async for piece in response.aiter_raw():
-        yield piece
-
-
-def _engine_failure(response: httpx.Response, body: bytes) -> Failure:
-    status = response.status_code
-    code = _event_code(body) if status == httpx.codes.OK else status
-    return Failure(status, kept_headers(response), body, retryable=code >= httpx.codes.INTERNAL_SERVER_ERROR)
+def _engine_failure(response: Response, body: bytes) -> Failure:
+    status = response.status
+    code = _event_code(body) if status == HTTPStatus.OK else status
+    return Failure(status, kept_headers(response), body, retryable=code >= HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _event_code(body: bytes) -> int:
@@ -158,11 +142,6 @@ def _event_code(body: bytes) -> int:
     return code if isinstance(code, int) else 500
 
 
-def name_of(error: Exception) -> str:
-    """Return an error's text, or its kind where it has none."""
-    return str(error) or type(error).__name__
-
-
 def is_stream(headers: Mapping[str, str]) -> bool:
     """Whether an answer is a stream of server-sent events."""
     return headers.get("content-type", "").split(";")[0].strip() == SSE
@@ -173,17 +152,25 @@ def holds_error_event(piece: bytes) -> bool:
     return piece.startswith(_ERROR_EVENT) or b"\n" + _ERROR_EVENT in piece
 
 
-def kept_headers(response: httpx.Response) -> dict[str, str]:
+def kept_headers(response: Response) -> dict[str, str]:
     """Return the headers of an engine's answer that concern the client."""
     return {name: response.headers[name] for name in _KEPT_HEADERS if name in response.headers}
 
 
 def error_body(status: int, message: str) -> bytes:
     """Return an error in OpenAI's form, as JSON."""
-    kind = "invalid_request_error" if status < httpx.codes.INTERNAL_SERVER_ERROR else "server_error"
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
 def failure(status: int, message: str, retryable: bool, unreachable: bool = False) -> Failure:
     """Return a failure in the proxy's own words."""
-    return Failure(status, {"content-type": "application/json"}, error_body(status, message), retryable, unreachable)
+    return Failure(status, JSON, error_body(status, message), retryable, unreachable)
+
+
+def refusal(status: int, message: str, retry_after_s: int | None = None) -> Failure:
+    """Return what the proxy answers on its own."""
+    later = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+    return Failure(status, JSON | later, error_body(status, message), retryable=False)

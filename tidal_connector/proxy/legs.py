@@ -8,6 +8,7 @@ requests' pages.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping
@@ -17,10 +18,12 @@ import msgspec
 
 from tidal_connector.errors import ParamsError
 from tidal_connector.ids import TransferId
-from tidal_connector.proxy.settings import Prefill
 from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 Body = dict[str, Any]
+
+TIMEOUT_HEADER = "x-request-timeout"
+"""Header by which a client says how many seconds it waits at most."""
 
 _UNTRUSTED = ("kv_transfer_params", "ec_transfer_params", "request_id")
 _KEPT_HEADERS = ("authorization", "traceparent", "tracestate")
@@ -52,6 +55,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         request_id: the client's id made safe; empty where there is none.
         prompt_tokens: about how many tokens the prompt holds (for choosing engines).
         answer_tokens: about how many tokens may be generated.
+        timeout_s: seconds that the client grants for all of it; None where it does not say.
     """
 
     path: str
@@ -60,6 +64,13 @@ class ClientRequest(msgspec.Struct, frozen=True):
     request_id: str
     prompt_tokens: int
     answer_tokens: int
+    timeout_s: float | None = None
+
+    @property
+    def model(self) -> str:
+        """The model that the client asks for; empty where it does not say."""
+        model = self.body.get("model")
+        return model if isinstance(model, str) else ""
 
     @property
     def stream(self) -> bool:
@@ -71,7 +82,8 @@ def parse_request(path: str, raw: bytes, headers: Mapping[str, str]) -> ClientRe
     """Check a client's request as far as the proxy needs to understand it.
 
     Raises:
-        ParamsError: no JSON object, or it asks for several sequences (each would need a transfer of its own).
+        ParamsError: no JSON object, it asks for several sequences (each would need a transfer of its own), or a header
+            has a value that cannot be used.
     """
     try:
         body = msgspec.json.decode(raw)
@@ -95,6 +107,7 @@ def parse_request(path: str, raw: bytes, headers: Mapping[str, str]) -> ClientRe
         request_id=safe_request_id(named if isinstance(named, str) else ""),
         prompt_tokens=_prompt_tokens(clean),
         answer_tokens=_answer_tokens(clean),
+        timeout_s=_timeout(headers.get(TIMEOUT_HEADER)),
     )
 
 
@@ -122,9 +135,21 @@ def prefill_body(request: ClientRequest, transfer: TransferId, decode_engine: st
     return body
 
 
-def decode_body(request: ClientRequest, transfer: TransferId, prefill: Prefill) -> Body:
+def decode_body(request: ClientRequest, transfer: TransferId, prefill_engine: str, prefill_control: str) -> Body:
     """Return the decode leg: the client's body with the transfer's parameters."""
-    return {**request.body, "kv_transfer_params": decode_params(transfer, prefill.engine, prefill.control)}
+    return {**request.body, "kv_transfer_params": decode_params(transfer, prefill_engine, prefill_control)}
+
+
+def leading(body: Body, tokens: int) -> bytes:
+    """Return a digest of the model's name and the prompt's leading tokens; of text, about four bytes count as one."""
+    prompt = _single(body.get("prompt", body.get("messages")))
+    if isinstance(prompt, str):
+        head: Any = prompt[: tokens * _BYTES_PER_TOKEN]
+    elif isinstance(prompt, list) and all(isinstance(item, int) for item in prompt[:tokens]):
+        head = prompt[:tokens]
+    else:
+        head = msgspec.json.encode(prompt)[: tokens * _BYTES_PER_TOKEN]
+    return hashlib.blake2b(msgspec.msgpack.encode((body.get("model"), head)), digest_size=16).digest()
 
 
 def _refuse_many(body: Body) -> None:
@@ -141,10 +166,27 @@ def _refuse_many(body: Body) -> None:
         raise ParamsError(f"prompt holds {len(prompt)} prompts: one prompt per request; send them one by one")
 
 
+def _timeout(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ParamsError(f"header {TIMEOUT_HEADER} = {text[:40]!r}: expected seconds, such as 30 or 2.5")
+    return seconds
+
+
+def _single(prompt: Any) -> Any:
+    """Return the one prompt of a list of one."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+        return prompt[0]
+    return prompt
+
+
 def _prompt_tokens(body: Body) -> int:
-    prompt = body.get("prompt", body.get("messages"))
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        prompt = prompt[0]
+    prompt = _single(body.get("prompt", body.get("messages")))
     if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
         return max(1, len(prompt))
     return max(1, len(msgspec.json.encode(prompt)) // _BYTES_PER_TOKEN)

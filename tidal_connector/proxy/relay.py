@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client request, from dispatch to its last byte: both legs at once, one verdict, nothing left behind.
+"""One client request, from its turn in line to its last byte: attempts until one answers, and what the client gets.
 
 Rules:
 
-* Only engines that fit are paired; where none do, the client gets 503 and the reason.
+* A request waits for a slot, and for engines that can serve it, ``queue_s`` at most; where as many wait as may, it
+  gets 429.
 * Each attempt has a fresh transfer id. A 4xx is never tried again; a lost connection or a 5xx is, as long as
-  the client has not got a byte.
-* The decode engine's answer is the client's answer, status, content type and bytes. Before it has begun, the
-  first failure of either leg ends both.
+  the client has not got a byte, on other engines where there are any.
+* The decode engine's answer is the client's answer, status, content type and bytes.
+* All of it, waiting included, has one deadline: ``request_s``, or less where the client says so.
 * Whatever ends a request (answer, error, bound, client gone) cancels what still runs and closes every claim.
 
 Event loop's thread only.
@@ -16,43 +17,30 @@ Event loop's thread only.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
-import httpx
-import msgspec
-
-from tidal_connector.ids import new_transfer_id
 from tidal_connector.log import get_logger
-from tidal_connector.proxy.engines import (
-    Answer,
-    Failure,
-    error_body,
-    failure,
-    holds_error_event,
-    run_leg,
-)
-from tidal_connector.proxy.legs import Body, ClientRequest, decode_body, engine_request_id, prefill_body
+from tidal_connector.proxy.attempt import Attempts, end
+from tidal_connector.proxy.engines import Answer, Failure, error_body, holds_error_event, refusal
+from tidal_connector.proxy.gate import Gate, QueueFull, WaitedInVain
+from tidal_connector.proxy.legs import ClientRequest, engine_request_id
 from tidal_connector.proxy.meters import Meters, Outcome
-from tidal_connector.proxy.policy import Ledger, Pair, choose_pair
-from tidal_connector.proxy.settings import Decode, Prefill, ProxyConfig
+from tidal_connector.proxy.picker import Picked, Picker, avoid_nothing
+from tidal_connector.proxy.settings import ProxyConfig
+from tidal_connector.proxy.story import Story
 from tidal_connector.proxy.survey import Survey
+from tidal_connector.proxy.wire import WireError
 
 _log = get_logger(__name__)
+
+_MOST_ATTEMPTS = 32  # of one request, also where engines come and go faster than they can be reached
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
-
-
-class _Failed(msgspec.Struct, frozen=True):
-    """A failed attempt, and which engine it failed on."""
-
-    role: str
-    engine: str
-    how: Failure
 
 
 class _Stuck(Exception):
@@ -60,17 +48,39 @@ class _Stuck(Exception):
 
 
 class Relay:
-    """Runs client requests against the configured engines."""
+    """Runs client requests.
 
-    def __init__(self, config: ProxyConfig, client: httpx.AsyncClient, survey: Survey) -> None:
+    Args:
+        config: bounds and counts.
+        gate: slots and line.
+        picker: chooses engines.
+        attempts: runs them.
+        survey: says why nothing fits.
+        meters: counts.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        gate: Gate[Picked],
+        picker: Picker,
+        attempts: Attempts,
+        survey: Survey,
+        meters: Meters,
+    ) -> None:
         self._config = config
-        self._client = client
+        self._gate = gate
+        self._picker = picker
+        self._attempts = attempts
         self._survey = survey
-        self._prefill = {item.engine: item for item in config.prefill}
-        self._decode = {item.engine: item for item in config.decode}
-        self.prefill = Ledger(list(self._prefill))
-        self.decode = Ledger(list(self._decode))
-        self.meters = Meters(self.prefill, self.decode)
+        self._meters = meters
+        self._silent: dict[Story, None] = {}
+
+    @property
+    def silent_s(self) -> float:
+        """How long the request that waits longest for its first byte has waited; 0 where none waits."""
+        oldest = next(iter(self._silent), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.started
 
     async def serve(self, request: ClientRequest, receive: Receive, send: Send) -> None:
         """Answer one client; return when it has the last byte or is gone, with nothing of the request left
@@ -80,8 +90,6 @@ class Relay:
             request: the checked request.
             receive, send: the ASGI channel, its request body already read.
         """
-        started = time.monotonic()
-        self.meters.in_flight.inc()
         complete = False
 
         async def watched_send(message: Message) -> None:
@@ -93,135 +101,139 @@ class Relay:
             except TimeoutError:  # not to be taken for the engine's
                 raise _Stuck from None
 
-        work = asyncio.create_task(self._answer(request, watched_send, started))
+        story = Story(engine_request_id(request.request_id), time.monotonic())
+        self._silent[story] = None
+        work = asyncio.create_task(self._answer(request, watched_send, story))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if complete:  # the server reports the end of the response as a disconnect, too
                 await asyncio.wait((work,))
             try:
-                outcome = work.result() if work.done() else Outcome.DISCONNECTED
+                story.outcome = work.result() if work.done() else Outcome.DISCONNECTED
             except _Stuck:
-                outcome = Outcome.DISCONNECTED
-            self.meters.requests.labels(outcome).inc()
+                story.outcome = Outcome.DISCONNECTED
         finally:
-            await _end(work, gone)
-            self.meters.in_flight.dec()
-            self.meters.request_seconds.observe(time.monotonic() - started)
+            await end(work, gone)
+            self._silent.pop(story, None)
+            self._meters.finished(story.finish(time.monotonic()))
+            _log.info("request %s", story)
 
-    async def _answer(self, request: ClientRequest, send: Send, started: float) -> Outcome:
-        request_id = engine_request_id(request.request_id)
-        avoid: dict[str, list[str]] = {"prefill": [], "decode": []}
-        for attempts_left in range(self._config.retries, -1, -1):
-            failed_on = (avoid["prefill"], avoid["decode"])
-            pair = choose_pair(self.prefill, self.decode, time.monotonic(), failed_on, self._survey.barred)
-            if pair is None:
-                how = refusal(503, self._survey.nothing_fits)
-                await send_whole(send, how.status, how.headers | {"x-request-id": request_id}, how.body)
-                return Outcome.UNPAIRED
-            async with self._attempt(request, request_id, pair) as result:
-                if isinstance(result, Answer):
-                    self.meters.first_byte_seconds.observe(time.monotonic() - started)
-                    return await self._deliver(result, send, request_id, started)
-                failed = result
-            how = failed.how
-            _log.warning("request %s: %s engine %s: %d", request_id, failed.role, failed.engine, how.status)
-            if not (attempts_left and how.retryable):
-                break
-            avoid[failed.role].append(failed.engine)
-            request_id = engine_request_id(request.request_id)
-            self.meters.retries.inc()
-        await send_whole(send, how.status, how.headers | {"x-request-id": request_id}, how.body)
-        return _outcome_of(how)
-
-    @contextlib.asynccontextmanager
-    async def _attempt(self, request: ClientRequest, request_id: str, pair: Pair) -> AsyncIterator[Answer | _Failed]:
-        """Dispatch both legs; yield the first verdict; end both legs on the way out."""
-        now = time.monotonic()
-        prefill, decode = self._prefill[pair[0]], self._decode[pair[1]]
-        transfer = new_transfer_id()
-        headers = request.headers | {"x-request-id": request_id}
-        prefill_claim = self.prefill.claim(prefill.engine, request.prompt_tokens)
-        decode_claim = self.decode.claim(decode.engine, request.prompt_tokens + request.answer_tokens)
-        self.meters.attempts.inc()
+    async def _answer(self, request: ClientRequest, send: Send, story: Story) -> Outcome:
         bounds = self._config.timeouts
-        prefill_leg = self._dispatch(
-            prefill, request.path, prefill_body(request, transfer, decode.engine), headers, bounds.prefill_s
-        )
-        prefill_leg.add_done_callback(lambda _: prefill_claim.close())
-        decode_leg = self._dispatch(
-            decode, request.path, decode_body(request, transfer, prefill), headers, bounds.decode_s
-        )
+        deadline = story.started + min(bounds.request_s, request.timeout_s or bounds.request_s)
+        avoid = avoid_nothing()
+        want = self._picker.want(request)
+
+        def take() -> Picked | None:
+            return self._picker.pick(request, want, avoid)
+
         try:
-            yield await self._verdict(prefill_leg, decode_leg, prefill.engine, decode.engine, now)
+            picked = await self._gate.enter(take, self._patience(story, deadline))
+        except QueueFull:
+            how = refusal(429, "the proxy's queue is full; come again later", self._gate.retry_after_s())
+            return await self._refuse(send, story, how, Outcome.QUEUE_FULL)
+        except WaitedInVain:
+            return await self._waited(send, story, deadline, None)
+        began = time.monotonic()
+        story.queued_s = began - story.started
+        outcome = None
+        try:
+            retries_left = self._config.retries
+            while True:
+                story.begin(picked.prefill.engine, picked.decode.engine)
+                async with self._attempts.run(request, story.attempt_id, picked, deadline) as result:
+                    if isinstance(result, Answer):
+                        outcome = await self._deliver(result, send, story, deadline)
+                        return outcome
+                    failed = result
+                how, engine = failed.how, failed.engine
+                _log.warning(
+                    "request %s: %s engine %s: %d %s", story.id, engine.side, engine.engine, how.status, _line(how.body)
+                )
+                if how.status == HTTPStatus.GATEWAY_TIMEOUT and time.monotonic() >= deadline:
+                    how = _too_late(story, deadline)
+                free = how.unreachable and story.attempts < _MOST_ATTEMPTS
+                free = free and time.monotonic() < story.started + bounds.queue_s
+                if not how.retryable or not (retries_left or free):
+                    break
+                retries_left -= not free
+                avoid[engine.side].append(engine.engine)
+                self._meters.retried()
+                waited = time.monotonic()
+                try:
+                    picked = await self._gate.again(take, self._patience(story, deadline))
+                except WaitedInVain:
+                    return await self._waited(send, story, deadline, how)
+                story.queued_s += time.monotonic() - waited
+            return await self._refuse(send, story, how, _outcome_of(how))
         finally:
-            decode_claim.close()
-            await _end(prefill_leg, decode_leg)
+            # What was cut short or refused says nothing of how long a request takes.
+            self._gate.leave(time.monotonic() - began if outcome is Outcome.OK else None)
 
-    def _dispatch(
-        self, engine: Prefill | Decode, path: str, body: Body, headers: dict[str, str], bound_s: float
-    ) -> asyncio.Task[Answer | Failure]:
-        url = engine.url.rstrip("/") + path
-        leg = run_leg(self._client, url, body, headers, bound_s=bound_s, engine=engine.engine)
-        return asyncio.create_task(leg)
+    def _patience(self, story: Story, deadline: float) -> float:
+        """Return the seconds for which a request may wait for engines.
 
-    async def _verdict(
-        self,
-        prefill_leg: asyncio.Task[Answer | Failure],
-        decode_leg: asyncio.Task[Answer | Failure],
-        prefill: str,
-        decode: str,
-        started: float,
-    ) -> Answer | _Failed:
-        waiting: set[asyncio.Task[Answer | Failure]] = {prefill_leg, decode_leg}
-        while True:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if decode_leg in done and isinstance(answer := decode_leg.result(), Answer):
-                self.decode.reached(decode)
-                return answer
-            failed = []
-            for role, engine, leg in (("prefill", prefill, prefill_leg), ("decode", decode, decode_leg)):
-                if leg in done and isinstance(how := leg.result(), Failure):
-                    failed.append(self._note_failure(role, engine, how))
-            if failed:
-                return min(failed, key=lambda item: item.how.retryable)
-            self.prefill.reached(prefill)
-            self.meters.prefill_seconds.observe(time.monotonic() - started)
+        Where all engines come from the file and those that are there do not fit, waiting mends nothing.
+        """
+        now = time.monotonic()
+        if self._config.registry is None and self._survey.nothing_fits:
+            return 0.0
+        return max(0.0, min(story.started + self._config.timeouts.queue_s, deadline) - now)
 
-    def _note_failure(self, role: str, engine: str, how: Failure) -> _Failed:
-        self.meters.leg_failures.labels(role, engine).inc()
-        if how.unreachable:
-            ledger = self.prefill if role == "prefill" else self.decode
-            ledger.unreachable(engine, time.monotonic() + self._config.timeouts.cooldown_s)
-        return _Failed(role, engine, how)
+    async def _waited(self, send: Send, story: Story, deadline: float, last: Failure | None) -> Outcome:
+        """Tell the client that it has waited in vain, and for what."""
+        now = time.monotonic()
+        story.queued_s = now - story.started
+        if now >= deadline:
+            return await self._refuse(send, story, _too_late(story, deadline), Outcome.TIMEOUT)
+        why = self._picker.why_none(self._survey.nothing_fits)
+        if not why:
+            how = refusal(429, "all slots of the proxy are taken; come again later", self._gate.retry_after_s())
+            return await self._refuse(send, story, how, Outcome.QUEUE_FULL)
+        if last is not None:
+            why += f"; last: {_line(last.body)}"
+        how = refusal(503, why, max(1, round(self._config.timeouts.cooldown_s)))
+        return await self._refuse(send, story, how, Outcome.UNPAIRED)
 
-    async def _deliver(self, answer: Answer, send: Send, request_id: str, started: float) -> Outcome:
-        headers = answer.headers | {"x-request-id": request_id}
-        if answer.rest is None:
+    async def _refuse(self, send: Send, story: Story, how: Failure, outcome: Outcome) -> Outcome:
+        story.why = _line(how.body)
+        await send_whole(send, how.status, how.headers | {"x-request-id": story.id}, how.body)
+        return outcome
+
+    async def _deliver(self, answer: Answer, send: Send, story: Story, deadline: float) -> Outcome:
+        story.first_byte(time.monotonic())
+        self._silent.pop(story, None)
+        headers = answer.headers | {"x-request-id": story.id}
+        if not answer.streams:
             await send_whole(send, answer.status, headers, answer.first)
             return Outcome.OK
         await send_start(send, answer.status, headers)
-        await send_piece(send, answer.first)
-        outcome = Outcome.STREAM_ERROR if holds_error_event(answer.first) else Outcome.OK
-        last = answer.first
+        outcome = Outcome.OK
         bounds = self._config.timeouts
+        end_at = min(deadline, story.started + story.queued_s + bounds.decode_s)
+        piece, last = answer.first, b""
         try:
-            while True:
-                left = min(bounds.stall_s, started + bounds.decode_s - time.monotonic())
-                async with asyncio.timeout(left):
-                    piece = await anext(answer.rest, None)
-                if piece is None:
-                    break
+            while piece:
+                story.events(piece, time.monotonic())
                 if holds_error_event(piece):
                     outcome = Outcome.STREAM_ERROR
                 await send_piece(send, piece)
                 last = piece
+                left = min(bounds.stall_s, end_at - time.monotonic())
+                async with asyncio.timeout(left):
+                    piece = await answer.piece()
         except TimeoutError:
             outcome = Outcome.TIMEOUT
-            await _send_error_event(send, last, 504, f"decode engine sent nothing for {left:g} s")
-        except httpx.TransportError as error:
+            if left < bounds.stall_s:
+                story.why = f"the request took longer than its {end_at - story.started:.3g} s"
+            else:
+                story.why = f"decode engine sent nothing for {left:.3g} s"
+            await _send_error_event(send, last, 504, story.why)
+        except WireError as error:
             outcome = Outcome.STREAM_ERROR
-            await _send_error_event(send, last, 502, f"decode engine broke off: {error or type(error).__name__}")
+            story.why = f"decode engine broke off: {error}"
+            await _send_error_event(send, last, 502, story.why)
         await send_piece(send, b"", more=False)
         return outcome
 
@@ -243,11 +255,6 @@ async def send_piece(send: Send, piece: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def refusal(status: int, message: str) -> Failure:
-    """Return what the proxy answers on its own."""
-    return failure(status, message, retryable=False)
-
-
 async def _send_error_event(send: Send, last: bytes, status: int, message: str) -> None:
     """End a broken stream so that the client's parser sees an error and an end."""
     gap = b"" if last.endswith(b"\n\n") else b"\n\n"
@@ -255,36 +262,25 @@ async def _send_error_event(send: Send, last: bytes, status: int, message: str) 
 
 
 def _outcome_of(how: Failure) -> Outcome:
-    if how.status == httpx.codes.GATEWAY_TIMEOUT:
+    if how.status == HTTPStatus.GATEWAY_TIMEOUT:
         return Outcome.TIMEOUT
-    if httpx.codes.BAD_REQUEST <= how.status < httpx.codes.INTERNAL_SERVER_ERROR:
+    if HTTPStatus.BAD_REQUEST <= how.status < HTTPStatus.INTERNAL_SERVER_ERROR:
         return Outcome.REFUSED
     return Outcome.ENGINE_ERROR
+
+
+def _too_late(story: Story, deadline: float) -> Failure:
+    return refusal(504, f"the request was not answered within its {deadline - story.started:.3g} s")
+
+
+def _line(body: bytes) -> str:
+    """Return an engine's or the proxy's own error as one bounded line for the log."""
+    text = body[:4096].decode("utf-8", "replace")
+    _, found, rest = text.partition('"message":')
+    shown = rest.strip().lstrip('"').split('","', 1)[0].split('", "', 1)[0] if found else text
+    return " ".join(shown.split())[:300]
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what still runs, wait for it, and close answers that nobody has taken to the end.
-
-    The client may leave while this runs; the closing goes on to its end all the same.
-    """
-    for task in tasks:
-        task.cancel()
-    closing = asyncio.create_task(_close(tasks))
-    try:
-        await asyncio.shield(closing)
-    except asyncio.CancelledError:
-        await closing
-        raise
-
-
-async def _close(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled() and task.exception() is None and isinstance(task.result(), Answer):
-            with contextlib.suppress(httpx.TransportError):
-                await task.result().close()

@@ -6,16 +6,19 @@ Pure; read once at start by the command line.
 
 from __future__ import annotations
 
+import enum
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
 from tidal_connector.config import Positive, convert_strict, parse_address
 from tidal_connector.errors import ConfigError
+from tidal_connector.proxy.wire import target_of
+from tidal_connector.registry import settings as registry_settings
+from tidal_connector.registry.settings import RegistryConfig
 
 UVICORN_KEEPALIVE_S = 5.0
 """Seconds after which the engines' HTTP server closes an idle connection."""
@@ -34,21 +37,51 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stall_s: between two pieces of a stream that has begun, and for the client to take one.
         keepalive_s: how long an idle connection is kept; below the engines' own bound, so that no request is
             sent into a connection that is just being closed.
+        request_s: for a client's whole request, waiting included; a client may ask for less by the header
+            ``x-request-timeout`` (seconds).
+        queue_s: for which a request waits for its turn, and for a pair of engines that can serve it.
         health_s: for an engine's answer to a health check or a list of models.
         inquiry_s: for an engine's answer to the question who it is and how its KV is laid out.
         inquiry_every_s: between two rounds of that question.
-        cooldown_s: how long an engine that could not be reached is chosen only if there is no other.
+        cooldown_s: how long an engine that could not be reached gets nothing, and then between two questions for its
+            health; it is back when it answers, or when it announces a new life.
     """
 
     connect_s: Positive = 5.0
     prefill_s: Positive = 900.0
     decode_s: Positive = 3600.0
     stall_s: Positive = 300.0
+    request_s: Positive = 3600.0
+    queue_s: Positive = 30.0
     keepalive_s: KeepAlive = 3.0
     health_s: Positive = 2.0
     inquiry_s: Positive = 1.0
     inquiry_every_s: Positive = 3.0
-    cooldown_s: Positive = 5.0
+    cooldown_s: Positive = 2.0
+
+
+class PolicyKind(enum.StrEnum):
+    """Ways to choose engines."""
+
+    LEAST_TOKENS = "least_tokens"
+    PREFIX_AFFINITY = "prefix_affinity"
+    RANDOM = "random"
+
+
+class Affinity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prefix affinity: prompts with the same leading tokens go to the same engines while these are not overloaded.
+
+    Attributes:
+        prefix_tokens: how many leading tokens of a prompt count (of text, about four bytes each). Prompts that differ
+            in them go to different engines, so it should be what prompts share: a system prompt, not a question.
+        overload: an engine with more outstanding tokens than this many times the mean of its role gets nothing new; the
+            next one in the prompt's own order does.
+        spare_tokens: up to so many outstanding tokens no engine counts as overloaded.
+    """
+
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
+    overload: Annotated[float, msgspec.Meta(ge=1)] = 1.25
+    spare_tokens: Annotated[int, msgspec.Meta(ge=0)] = 8192
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,18 +119,28 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         listen: ``host:port`` to serve on.
-        prefill, decode: the engines; at least one of each.
+        prefill, decode: engines that are there always; at least one of each where there is no registry.
+        registry: where engines announce themselves; they come and go without a restart of the proxy.
         timeouts: bounds of every wait.
-        retries: further attempts after an engine could not be reached or answered 5xx before the client got a
-            byte.
+        policy: how engines are chosen among those that can serve.
+        affinity: settings of ``prefix_affinity``.
+        retries: further attempts after an engine broke off or answered 5xx before the client got a byte. One that could
+            not even be reached does not count while ``queue_s`` is not over.
+        max_in_flight: requests that engines work on at once.
+        max_queue: requests that wait beside them; a further one is refused with 429.
         max_body_bytes: largest request body.
     """
 
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[Decode, ...] = ()
     listen: str = "127.0.0.1:8000"
+    registry: RegistryConfig | None = None
     timeouts: Timeouts = Timeouts()
-    retries: Annotated[int, msgspec.Meta(ge=0, le=5)] = 1
+    policy: PolicyKind = PolicyKind.LEAST_TOKENS
+    affinity: Affinity = Affinity()
+    retries: Annotated[int, msgspec.Meta(ge=0, le=10)] = 3
+    max_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 1024
+    max_queue: Annotated[int, msgspec.Meta(ge=0)] = 1024
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1024)] = 32 << 20
 
     def address(self) -> tuple[str, int]:
@@ -152,17 +195,25 @@ def check_config(config: ProxyConfig) -> ProxyConfig:
     """Return the configuration if it can be served.
 
     Raises:
-        ConfigError: a kind of engine is missing, an id is used twice, or an address has a wrong form.
+        ConfigError: a kind of engine is missing and there is no registry, an id is used twice, or an address has a
+            wrong form.
     """
     config.address()
+    if config.registry is not None:
+        registry_settings.check(config.registry)
     for kind, engines in (("prefill", config.prefill), ("decode", config.decode)):
-        if not engines:
-            raise ConfigError(f"proxy: no {kind} engine; give [[{kind}]] in the file or --{kind} ID=URL")
+        if not engines and config.registry is None:
+            raise ConfigError(
+                f"proxy: no {kind} engine; give [[{kind}]] in the file, --{kind} ID=URL, or a registry (--registry URL)"
+            )
         _refuse_repeated(kind, [item.engine for item in engines])
         for item in engines:
-            parts = urlsplit(item.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port")
+            try:
+                target_of(item.url)
+            except ValueError:
+                raise ConfigError(
+                    f"proxy: {kind} {item.engine!r}: url = {item.url!r}, expected http://host:port"
+                ) from None
             if item.control:
                 parse_address(f"{kind} {item.engine!r}: control", item.control)
     return config

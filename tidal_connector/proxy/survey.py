@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks the engines who they are, again and again, beside the requests; keeps which pairs must not be formed.
 
-Takes each engine's control address; hands on :attr:`Survey.barred` to whoever chooses engines and to ``/health``. What
-changes is logged once. The questions wait in threads of the event loop's pool, a few at a time; everything else is the
-event loop's thread.
+Takes the engines as they are now, each with its control address; hands on :attr:`Survey.barred` to whoever chooses
+engines and to ``/health``. What changes is logged once. An engine of the file is asked in every round, since nobody
+else tells of its new life; one of the registry once in each life. The questions wait in threads of the event loop's
+pool, a few at a time; everything else is the event loop's thread.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from tidal_connector.control.inquiry import inquire
 from tidal_connector.control.messages import About
 from tidal_connector.errors import PeerLost, TidalError
 from tidal_connector.log import get_logger
-from tidal_connector.proxy.pairing import Engine, barred_pairs
+from tidal_connector.proxy.pairing import barred_pairs
 from tidal_connector.proxy.policy import Pair
-from tidal_connector.proxy.settings import ProxyConfig
+from tidal_connector.proxy.roster import Change, Engine, Roster
+from tidal_connector.proxy.settings import Timeouts
+from tidal_connector.registry.members import State
 
 _log = get_logger(__name__)
 
@@ -31,37 +34,46 @@ class Survey:
     """What the engines have said about themselves.
 
     Args:
-        config: the engines, and how long and how often they are asked.
+        roster: the engines.
+        timeouts: how long and how often they are asked.
         ask: asks one control address, blocking for so many seconds at most (``control.inquiry.inquire``).
+        changed: called when other pairs may be formed than before.
     """
 
-    def __init__(self, config: ProxyConfig, ask: Ask = inquire) -> None:
-        self._config = config
+    def __init__(
+        self, roster: Roster, timeouts: Timeouts, ask: Ask = inquire, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._roster = roster
+        self._timeouts = timeouts
         self._ask = ask
-        self._engines: list[Engine] = [item for item in (*config.prefill, *config.decode) if item.control]
-        self._known: dict[Engine, About] = {}
-        self._odd: dict[Engine, str] = {}
+        self._changed = changed
+        self._known: dict[tuple[str, str], tuple[Engine, About]] = {}
+        self._odd: dict[tuple[str, str], str] = {}
         self._barred: dict[Pair, str] = {}
+        self._news = asyncio.Event()
+        roster.listen(self._follow)
+        self._judge()
 
     @property
     def barred(self) -> Mapping[Pair, str]:
-        """Pairs that must not be formed, with the reason."""
+        """Pairs of ready engines that must not be formed, with the reason."""
         return self._barred
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons, each once, in the order of the configuration."""
+        """The reasons, each once, in the order of the engines."""
         return list(dict.fromkeys(self._barred.values()))
 
     @property
     def unknown(self) -> list[str]:
         """Ids of the engines that have an address and have not answered yet."""
-        return [item.engine for item in self._engines if item not in self._known]
+        return [engine.engine for engine in self._roster.engines if engine.control and engine.key not in self._known]
 
     @property
     def nothing_fits(self) -> str:
-        """One line that says why no pair can be formed; empty where one can."""
-        if len(self._barred) < len(self._config.prefill) * len(self._config.decode):
+        """One line that says why no pair of ready engines may be formed; empty where one may, or none is ready."""
+        pairs = len(_ready(self._roster, "prefill")) * len(_ready(self._roster, "decode"))
+        if not pairs or len(self._barred) < pairs:
             return ""
         first, *others = self.reasons
         return first + (f" (and {len(others)} more: see /health)" if others else "")
@@ -78,37 +90,62 @@ class Survey:
                 await task
 
     async def _run(self) -> None:
-        while self._engines:
+        while True:
+            self._news.clear()
             await self.round()
-            await asyncio.sleep(self._config.timeouts.inquiry_every_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.inquiry_every_s):
+                    await self._news.wait()
 
     async def round(self) -> None:
-        """Ask every engine once."""
+        """Ask every engine once whose answer may have changed."""
         slots = asyncio.Semaphore(_AT_ONCE)
-        await asyncio.gather(*(self._question(engine, slots) for engine in self._engines))
+        await asyncio.gather(*(self._question(engine, slots) for engine in self._roster.engines if self._open(engine)))
+
+    def _open(self, engine: Engine) -> bool:
+        """Whether there is something to ask an engine."""
+        if not engine.control:
+            return False
+        return not engine.registered or (engine.state is State.READY and engine.key not in self._known)
 
     async def _question(self, engine: Engine, slots: asyncio.Semaphore) -> None:
         async with slots:
             try:
-                about = await asyncio.to_thread(self._ask, engine.control, self._config.timeouts.inquiry_s)
+                about = await asyncio.to_thread(self._ask, engine.control, self._timeouts.inquiry_s)
             except PeerLost:
                 return  # not there, or busy; what it said before still holds
             except TidalError as error:
                 self._note(engine, str(error))
                 return
-        self._odd.pop(engine, None)
-        if about != self._known.get(engine):
-            self._known[engine] = about
+        now = self._roster.find(*engine.key)
+        if now is None or now.control != engine.control or now.incarnation != engine.incarnation:
+            return  # that was of another life
+        self._odd.pop(engine.key, None)
+        before = self._known.get(engine.key)
+        if before is None or before[1] != about:
+            self._known[engine.key] = now, about
             self._judge()
 
     def _note(self, engine: Engine, text: str) -> None:
-        if self._odd.get(engine) != text:
-            self._odd[engine] = text
+        if self._odd.get(engine.key) != text:
+            self._odd[engine.key] = text
             _log.warning("engine %s: %s", engine.engine, text)
+
+    def _follow(self, changes: list[Change]) -> None:
+        for change in changes:
+            engine = change.before or change.after
+            assert engine is not None
+            known = self._known.get(engine.key)
+            if known and not _same_life(known[0], change.after):
+                del self._known[engine.key]
+                self._odd.pop(engine.key, None)
+        self._judge()
+        self._news.set()
 
     def _judge(self) -> None:
         before = self.reasons
-        self._barred = barred_pairs(self._config, self._known)
+        known = {now: about for key, (_, about) in self._known.items() if (now := self._find(key))}
+        self._barred = barred_pairs(_ready(self._roster, "prefill"), _ready(self._roster, "decode"), known)
         after = self.reasons
         for reason in after:
             if reason not in before:
@@ -116,3 +153,16 @@ class Survey:
         for reason in before:
             if reason not in after:
                 _log.info("mended: %s", reason)
+        if before != after:
+            self._changed()
+
+    def _find(self, key: tuple[str, str]) -> Engine | None:
+        return next((engine for engine in self._roster.engines if engine.key == key), None)
+
+
+def _ready(roster: Roster, side: str) -> list[Engine]:
+    return [engine for engine in roster.engines if engine.side == side and engine.state is State.READY]
+
+
+def _same_life(before: Engine, after: Engine | None) -> bool:
+    return after is not None and (before.control, before.incarnation) == (after.control, after.incarnation)
