@@ -216,9 +216,9 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         "round",
     ),
     "fr_46 the hugetlbfs path is missing": (
-        {"mounts": {"/mnt/huge": HugeMount("/mnt/huge", False, False, 0, None)}},
-        asks(msgspec.structs.replace(POOL, path="/mnt/huge")),
-        "hugetlbfs /mnt/huge",
+        {"mounts": {"/huge": HugeMount("/huge", False, False, 0, None)}},
+        asks(msgspec.structs.replace(POOL, path="/huge")),
+        "hugetlbfs /huge",
         State.FAIL,
         "does not exist",
         "mount -t hugetlbfs",
