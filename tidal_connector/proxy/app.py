@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tidal_connector.control.inquiry import inquire
 from tidal_connector.errors import ParamsError
 from tidal_connector.proxy.attempt import Attempts
+from tidal_connector.proxy.discovery import targets_of
 from tidal_connector.proxy.engines import error_body, refusal
 from tidal_connector.proxy.gate import Gate
 from tidal_connector.proxy.health import Health, Said
@@ -137,6 +138,10 @@ def build_app(config: ProxyConfig, ask: Ask = inquire, store: Store | None = Non
     @app.get("/metrics")
     async def tell_metrics() -> Response:
         return Response(meters.text(looks.state()), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/engines/sd")
+    async def tell_targets() -> Response:
+        return Response(msgspec.json.encode(targets_of(looks.state().engines)), media_type="application/json")
 
     return app
 
