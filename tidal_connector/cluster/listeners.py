@@ -86,9 +86,9 @@ def listening_fault(what: str, host: str, port: int, pids: Iterable[int]) -> str
         pids: the processes.
     """
     sockets = listening_inodes(host, port)
-    mine = inodes_of(pids)
     if not sockets:
         return f"nobody listens on port {port} of {what}"
+    mine = inodes_of(pids)
     others = [inode for inode in sockets if inode not in mine]
     if not others:
         return ""

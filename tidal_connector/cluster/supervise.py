@@ -39,6 +39,7 @@ _log = get_logger(__name__)
 _TURN_S = 0.1
 _STARTS = 3  # with other ports, where the chosen ones were taken by somebody meanwhile
 _QUIET_S = 0.5  # for which an engine must be seen idle before it is taken for idle
+_LOOK_S = 1.0  # between two looks at who listens on the ports of an engine that starts
 _SAY_S = 5.0  # between two lines about what a draining engine still does
 
 
@@ -192,7 +193,7 @@ class Supervisor:
         """Look after a running engine until it must end; say how, and why where that was not wanted."""
         settings = self._config.supervise
         started = time.monotonic()
-        served = False
+        look_at, served = started + _LOOK_S, False
         while True:
             now, seen, order = time.monotonic(), prober.seen, orders.order
             if self._signals.count > 1:
@@ -204,8 +205,10 @@ class Supervisor:
             served = served or state is State.READY
             if state is State.STARTING and now - started > settings.start_s:
                 return End.DIED, f"did not serve within supervise.start_s = {settings.start_s:g} s"
-            if state is State.DOWN and not served and self._foreign(plan, server):
-                return End.COLLIDED, note
+            if not served and now >= look_at:  # a server may fail to listen, and live on
+                look_at = now + _LOOK_S
+                if self._foreign(plan, server):
+                    return End.COLLIDED, "another process took one of its ports while it started"
             self._obey(plan, order, prober, now)
             if self._drain is not None:
                 announcer.tell(member_of(plan, seen, State.DRAINING, ""))
@@ -255,5 +258,6 @@ class Supervisor:
     def _foreign(self, plan: EnginePlan, server: ServerProcess) -> bool:
         """Whether somebody else listens on one of the engine's ports."""
         pids = server.pids()
-        faults = (listening_fault("it", *place, pids) for place in (plan.http_bind, plan.control_bind))
+        places = (plan.http_bind, plan.control_bind)
+        faults = (listening_fault("it", *place, pids) for place in places)
         return any(fault.startswith("another process") for fault in faults)
