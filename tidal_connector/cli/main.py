@@ -15,10 +15,12 @@ import typer
 from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
 from tidal_connector.cli.doctor.command import doctor
+from tidal_connector.cli.drain import drain
 from tidal_connector.cli.ends import check_json_file, clear_ends
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.cli.plan.command import plan
 from tidal_connector.cli.rollout import rollout
+from tidal_connector.cli.status import status
 
 app = typer.Typer(
     name="tidal",
@@ -29,6 +31,8 @@ app = typer.Typer(
 app.command("make-model")(make_model)
 app.command()(doctor)
 app.command()(plan)
+app.command()(status)
+app.command()(drain)
 app.add_typer(bench, name="bench")
 app.add_typer(rollout, name="rollout")
 
@@ -112,6 +116,29 @@ def agent(
 
     with clear_ends():
         run_agent(agent_config(config, registry, node, host, state))
+
+
+@app.command()
+def up(
+    file: Annotated[Path, typer.Argument(help="configs/cluster.toml", exists=True, dir_okay=False)],
+    model: Annotated[Path | None, typer.Option(help="Serve this checkpoint in place of the file's.")] = None,
+    count: Annotated[int, typer.Option(help="Engines of each group, at most; 0: as many as the file says.", min=0)] = 1,
+    listen: Annotated[str, typer.Option(help="127.0.0.1:PORT of the proxy.")] = "127.0.0.1:8000",
+    keep: Annotated[Path | None, typer.Option(help="Work in this folder and keep it: logs, records, data.")] = None,
+    until_ready: Annotated[
+        bool, typer.Option("--until-ready", help="End as soon as all is ready; for checks.")
+    ] = False,
+) -> None:
+    """A whole cluster on this machine, for development: registry, agents, engines and proxy; Ctrl-C ends everything.
+
+    A model that is not on this machine is replaced by a small one with random weights, as in tidal demo.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.up import UpOptions, run_up
+
+    with clear_ends():
+        run_up(UpOptions(file, model, count, listen, keep, until_ready), Console())
 
 
 @app.command()
