@@ -46,11 +46,16 @@ def assert_at_rest(stack: Stack) -> None:
 
 def assert_pages_back(stack: Stack) -> None:
     """Within a bound, no block is in use and no transfer is open, on either side."""
+    assert_idle((stack.prefill, stack.decode))
+
+
+def assert_idle(servers: Sequence[ServerProcess]) -> None:
+    """Within a bound, no block of these engines is in use and no transfer is open."""
     deadline = time.monotonic() + SETTLE_S
     rest: dict[str, float] = {}
     while time.monotonic() < deadline:
         rest = {}
-        for server in (stack.prefill, stack.decode):
+        for server in servers:
             rest[f"{server.name} kv usage"] = kv_usage(server)
             metrics = read_metrics(server)
             for name in ("transfers_in_flight", "pages_held", "pages_quarantined"):

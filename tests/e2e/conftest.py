@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.e2e.net import Network, skip_without_namespaces
+from tests.e2e.nodes import Cluster, running_cluster
 from tidal_connector.cluster.hugepages import extra_hugepages
 from tidal_connector.cluster.launch import ServerProcess, wait_ready
 from tidal_connector.cluster.stack import Stack, StackSettings, plain_engine
@@ -32,6 +34,8 @@ QUICK_TIMERS = {
 
 
 START_S = 240.0
+RATE_MBIT = 100
+"""Speed of every link between the nodes."""
 
 
 @pytest.fixture(scope="session")
@@ -108,3 +112,32 @@ def deploy(
             yield stack
 
     return running
+
+
+@pytest.fixture(scope="session", params=[4, 6], ids=["ipv4", "ipv6"])
+def nodes(
+    request: pytest.FixtureRequest,
+    models: Callable[..., Path],
+    plain: Callable[[StackSettings], ServerProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Cluster]:
+    """A cluster whose engines, etcd and proxy have a machine each; the frames to and from prefill can be delayed."""
+    skip_without_namespaces()
+    settings = StackSettings(
+        model=models(),
+        logs=tmp_path_factory.mktemp("nodes"),
+        max_num_batched_tokens=256,
+        kv_bytes=128 << 20,
+        pool_bytes=128 << 20,
+        prefill_tidal=QUICK_TIMERS,
+    )
+    reference = plain(settings)  # starts beside the others
+    # Two nodes with engines in one family, three in the other.
+    decodes = ["decode-0", "decode-1"] if request.param == 4 else ["decode-0"]
+    names = ["prefill", *decodes, "etcd", "proxy", "router"]
+    with (
+        extra_hugepages(len(decodes) * settings.pool_bytes),
+        Network(names, rate=f"{RATE_MBIT}mbit", relayed=["prefill"]) as network,
+        running_cluster(network, request.param, settings, reference) as cluster,
+    ):
+        yield cluster

@@ -146,6 +146,11 @@ class Network:
         self._nodes: dict[str, Node] = {}
         self._number = next(_numbers)
 
+    @property
+    def names(self) -> list[str]:
+        """The nodes, in the order in which they were asked for."""
+        return list(self._names)
+
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
 
