@@ -60,6 +60,7 @@ class EtcdServer:
         host: address that it listens on.
         port: for clients.
         folder: its log and its data.
+        tls: its options for TLS, for the next start.
         process: while it runs.
     """
 
@@ -84,7 +85,7 @@ class EtcdServer:
         self.host = host
         self.folder = folder
         self.port, self._peer, self._metrics = free_port(), free_port(), free_port()
-        self._tls, self._options, self._wrapper = list(tls), list(options), list(wrapper)
+        self.tls, self._options, self._wrapper = list(tls), list(options), list(wrapper)
         self.process: subprocess.Popen[bytes] | None = None
         self._members = [self]
 
@@ -115,7 +116,7 @@ class EtcdServer:
         """Start it, with the data that it has; by default wait until it answers."""
         assert BINARY, "etcd is not installed"
         assert self.process is None, "etcd runs already"
-        client = self._at(self.port, "https" if self._tls else "http")
+        client = self._at(self.port, "https" if self.tls else "http")
         peer = self.peer_url
         cluster = ",".join(f"{each.name}={each.peer_url}" for each in self._members)
         command = [
@@ -125,7 +126,7 @@ class EtcdServer:
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", cluster, "--listen-metrics-urls", self._at(self._metrics)),
             *("--heartbeat-interval", "50", "--election-timeout", "500", "--log-level", "warn", "--logger", "zap"),
-            *self._tls,
+            *self.tls,
             *self._options,
         ]
         with (self.folder / "etcd.log").open("ab") as log:

@@ -474,6 +474,14 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **(extra or {})}
 
 
+def grpc_environment() -> None:
+    """Keep gRPC from logging each failed attempt to connect by itself, unless the operator has chosen a level.
+
+    What went wrong is in the errors that its calls raise. Must run before ``grpc`` is imported.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float, ipv6: bool) -> bool:
     """Set the variables that Mooncake reads once at its import, and return whether its sockets will be of IPv6.
 

@@ -22,13 +22,6 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
         yield server
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd of the test's own, which it may break."""
-    with EtcdServer(tmp_path) as server:
-        yield server
-
-
 @pytest.fixture(params=["memory", "file", pytest.param("etcd", marks=needs_etcd)])
 def bed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
     """Each kind of store in turn."""

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
+import msgspec
 import pytest
 
 from tests.arch.source import ROOT
 from tests.etcd import BINARY, EtcdServer, joined
 from tests.registry.beds import GONE, TTL, Seen, eventually
+from tests.registry.clockstep import COMPILER, SteppedClock
 from tests.relay import Relay
 from tidal_connector.errors import RegistryLost
 from tidal_connector.registry.base import Delete, Put
@@ -27,19 +30,45 @@ from tidal_connector.registry.settings import RegistryConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(BINARY is None, reason="etcd is not installed")]
 
-H = "/tidal/default/h"
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    made = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    yield made
+    made.kill()
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., CommonStore]]:
-    stores: list[CommonStore] = []
+def etcd(server: EtcdServer) -> Iterator[EtcdServer]:
+    """An etcd that the test may break; the next one gets it mended."""
+    if server.process is None:
+        server.start()
+    yield server
+    if server.process is not None:
+        server.thaw()
 
-    def open_one(url: str, ttl_s: float = TTL) -> CommonStore:
-        stores.append(EtcdStore(RegistryConfig(url=url, ttl_s=ttl_s)))
-        return stores[-1]
 
-    yield open_one
-    for store in stores:
+class Opener:
+    """Opens clients of a cluster that is this test's own."""
+
+    def __init__(self, etcd: EtcdServer, cluster: str) -> None:
+        self.cluster = cluster
+        self.root = f"/tidal/{cluster}/"
+        self.key = f"{self.root}h"
+        self.stores: list[CommonStore] = []
+        self._etcd = etcd
+
+    def __call__(self, url: str | None = None, ttl_s: float = TTL) -> CommonStore:
+        config = RegistryConfig(url=url or self._etcd.url, cluster=self.cluster, ttl_s=ttl_s)
+        self.stores.append(EtcdStore(config))
+        return self.stores[-1]
+
+
+@pytest.fixture
+def opened(server: EtcdServer, tmp_path: Path) -> Iterator[Opener]:
+    opener = Opener(server, tmp_path.name)
+    yield opener
+    for store in opener.stores:
         store.close()
 
 
@@ -69,7 +98,9 @@ def pause(factor: float) -> Callable[[EtcdServer], None]:
 
 
 def revoke(server: EtcdServer) -> None:
-    server.revoke(server.keys(H)[H].lease)
+    for entry in server.keys("/tidal/").values():
+        if entry.lease:
+            server.revoke(entry.lease)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +109,9 @@ def revoke(server: EtcdServer) -> None:
     ids=lambda each: each.__name__,
 )
 def test_fr_15_an_entry_comes_back_after_a_hiccup(
-    etcd: EtcdServer, opened: Callable[..., CommonStore], hiccup: Callable[[EtcdServer], None]
+    etcd: EtcdServer, opened: Opener, hiccup: Callable[[EtcdServer], None]
 ) -> None:
-    engine, proxy = opened(etcd.url), opened(etcd.url)
+    engine, proxy = opened(), opened()
     hold = engine.hold("h", b"v", TTL)
     assert hold.wait(5)
     seen = Seen()
@@ -88,19 +119,19 @@ def test_fr_15_an_entry_comes_back_after_a_hiccup(
     assert seen.values({"h": b"v"})
     hiccup(etcd)
     healed = time.monotonic()
-    assert eventually(lambda: hold.held and H in etcd.keys("/tidal/"), TTL)
+    assert eventually(lambda: hold.held and opened.key in etcd.keys(opened.root), TTL)
     assert seen.values({"h": b"v"}, max(0.1, healed + TTL - time.monotonic()))
     # It stays, once, and is renewed under whatever lease it has now.
     time.sleep(TTL * 1.2)
-    assert list(etcd.keys("/tidal/")) == [H]
+    assert list(etcd.keys(opened.root)) == [opened.key]
     assert hold.held
     assert all(set(each.entries) <= {"h"} for each in seen.all)
     assert seen.values({"h": b"v"})
 
 
-def test_fr_15_many_engines_come_back_together(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
-    proxy = opened(etcd.url)
-    holds = [opened(etcd.url).hold(f"h{number:02}", b"v", TTL) for number in range(24)]
+def test_fr_15_many_engines_come_back_together(etcd: EtcdServer, opened: Opener) -> None:
+    proxy = opened()
+    holds = [opened().hold(f"h{number:02}", b"v", TTL) for number in range(24)]
     assert all(hold.wait(10) for hold in holds)
     seen = Seen()
     proxy.watch("", seen)
@@ -108,12 +139,12 @@ def test_fr_15_many_engines_come_back_together(etcd: EtcdServer, opened: Callabl
     restart_empty(etcd)
     assert seen.wait(lambda each: each.fresh and len(each.entries) == 24, TTL * 3)  # two cores bear them all
     time.sleep(TTL)
-    assert len(etcd.keys("/tidal/")) == 24
+    assert len(etcd.keys(opened.root)) == 24
     assert all(hold.held for hold in holds)
 
 
-def test_an_update_during_an_outage_is_made_afterwards(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
-    hold = opened(etcd.url).hold("h", b"1", TTL)
+def test_an_update_during_an_outage_is_made_afterwards(etcd: EtcdServer, opened: Opener) -> None:
+    hold = opened().hold("h", b"1", TTL)
     assert hold.wait(5)
     etcd.kill()
     hold.update(b"2")
@@ -121,13 +152,11 @@ def test_an_update_during_an_outage_is_made_afterwards(etcd: EtcdServer, opened:
     assert not hold.held
     etcd.start()
     assert hold.wait(TTL * 2)
-    assert etcd.keys(H)[H].value == b"2"
+    assert etcd.keys(opened.key)[opened.key].value == b"2"
 
 
-def test_an_outage_is_quiet_and_cheap(
-    etcd: EtcdServer, opened: Callable[..., CommonStore], caplog: pytest.LogCaptureFixture
-) -> None:
-    store = opened(etcd.url)
+def test_an_outage_is_quiet_and_cheap(etcd: EtcdServer, opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened()
     hold = store.hold("h", b"v", TTL)
     assert hold.wait(5)
     seen = Seen()
@@ -146,8 +175,8 @@ def test_an_outage_is_quiet_and_cheap(
     assert seen.last == {"h": b"v"}
 
 
-def test_every_call_is_bounded_while_etcd_is_frozen(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
-    store = opened(etcd.url)
+def test_every_call_is_bounded_while_etcd_is_frozen(etcd: EtcdServer, opened: Opener) -> None:
+    store = opened()
     hold = store.hold("h", b"v", TTL)
     assert hold.wait(5)
     seen = Seen()
@@ -167,69 +196,97 @@ def test_every_call_is_bounded_while_etcd_is_frozen(etcd: EtcdServer, opened: Ca
     store.close()
     assert time.monotonic() - began < 3
     etcd.thaw()
-    assert eventually(lambda: not etcd.keys("/tidal/"), GONE + 1)  # left to its TTL
+    assert eventually(lambda: not etcd.keys(opened.root), GONE + 1)  # left to its TTL
 
 
 # --- a frozen member ---
 
 HOLDER = """
-import sys, time
+import json, sys, time
 from tidal_connector.registry.settings import RegistryConfig, open_store
-store = open_store(RegistryConfig(url=sys.argv[1], ttl_s=1))
-hold = store.hold("h", sys.argv[2].encode(), 1)
+url, cluster, value = sys.argv[1:]
+store = open_store(RegistryConfig(url=url, cluster=cluster, ttl_s=1))
+hold = store.hold("h", value.encode(), 1)
+told = []
+store.watch("", told.append)
 while True:
-    print(int(hold.held), flush=True)
+    print(json.dumps({"held": hold.held, "snapshots": len(told), "wall": time.time()}), flush=True)
     time.sleep(0.05)
 """
 
 
-def holder(url: str, value: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", HOLDER, url, value], cwd=ROOT, stdout=subprocess.PIPE)
+class Said(msgspec.Struct):
+    held: bool
+    snapshots: int
+    wall: float
 
 
-def test_a_frozen_member_goes_and_does_not_come_between_its_successor(
-    etcd: EtcdServer, opened: Callable[..., CommonStore]
-) -> None:
-    store = opened(etcd.url)
+class Holder:
+    """A process that holds the key ``h``, and says ever again whether it believes so."""
+
+    def __init__(self, etcd: EtcdServer, opened: Opener, value: str, more: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, etcd.url, opened.cluster, value],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(more or {})},
+        )
+        assert self.process.stdout is not None
+        self._out = self.process.stdout
+        os.set_blocking(self._out.fileno(), False)
+
+    def said(self) -> list[Said]:
+        """What it has said since the last call."""
+        lines = (self._out.read() or b"").split(b"\n")
+        return [msgspec.json.decode(line, type=Said) for line in lines if line.endswith(b"}") and line.startswith(b"{")]
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self._out.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def test_a_frozen_member_goes_and_does_not_come_between_its_successor(etcd: EtcdServer, opened: Opener) -> None:
     seen = Seen()
-    store.watch("", seen)
-    first = holder(etcd.url, "first")
-    try:
+    opened().watch("", seen)
+    with Holder(etcd, opened, "first") as first:
         assert seen.values({"h": b"first"}, 10)
-        first.send_signal(signal.SIGSTOP)
+        first.freeze()
         assert seen.values({}, GONE)
-        first.send_signal(signal.SIGCONT)
+        first.thaw()
         assert seen.values({"h": b"first"}, TTL * 1.5)  # nobody took its place
-        first.send_signal(signal.SIGSTOP)
+        first.freeze()
         assert seen.values({}, GONE)
-        with opened(etcd.url) as other:
+        with opened() as other:
             successor = other.hold("h", b"second", TTL)
             assert successor.wait(5)
-            assert first.stdout is not None
-            os.set_blocking(first.stdout.fileno(), False)
-            first.stdout.read()
-            first.send_signal(signal.SIGCONT)
-            time.sleep(TTL * 1.5)
-            assert etcd.keys(H)[H].value == b"second"
+            first.said()
+            first.thaw()
+            time.sleep(TTL * 1.2)
+            assert etcd.keys(opened.key)[opened.key].value == b"second"
             assert successor.held
-            assert b"1" not in first.stdout.read().splitlines()[1:]  # it knows, from its first look at the clock on
+            # It knows from its first look at the clock on; one line may have been under way when it was frozen.
+            assert not any(each.held for each in first.said()[1:])
         assert seen.values({"h": b"first"}, GONE)
-    finally:
-        first.send_signal(signal.SIGCONT)
-        first.kill()
-        first.wait(10)
-        first.communicate()
 
 
-def test_a_killed_member_is_gone_within_its_ttl(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+def test_a_killed_member_is_gone_within_its_ttl(etcd: EtcdServer, opened: Opener) -> None:
     seen = Seen()
-    opened(etcd.url).watch("", seen)
-    process = holder(etcd.url, "v")
-    try:
+    opened().watch("", seen)
+    with Holder(etcd, opened, "v"):
         assert seen.values({"h": b"v"}, 10)
-    finally:
-        process.kill()
-        process.communicate()
     assert seen.values({}, GONE)
 
 
@@ -247,10 +304,10 @@ def test_what_etcd_is_asked_for_leaves_it_time_to_look(ttl: int) -> None:
 @pytest.mark.parametrize("compacted", [False, True], ids=["plain", "compacted"])
 @pytest.mark.parametrize("how", ["cut", "freeze"])
 def test_fr_16_a_watch_misses_no_delete_while_it_is_cut(
-    etcd: EtcdServer, opened: Callable[..., CommonStore], how: str, compacted: bool
+    etcd: EtcdServer, opened: Opener, how: str, compacted: bool
 ) -> None:
     with Relay(etcd.netloc) as relay:
-        proxy, engine, survivor = opened(f"etcd://{relay.netloc}"), opened(etcd.url), opened(etcd.url)
+        proxy, engine, survivor = opened(f"etcd://{relay.netloc}"), opened(), opened()
         assert engine.hold("h", b"v", TTL).wait(5)
         assert survivor.hold("stays", b"v", TTL).wait(5)
         survivor.write([Put("changes", b"old"), Put("goes", b"")])
@@ -262,7 +319,7 @@ def test_fr_16_a_watch_misses_no_delete_while_it_is_cut(
         survivor.write([Put("changes", b"new"), Delete("goes"), Put("comes", b"")])
         assert seen.wait(lambda each: not each.fresh, TTL * 3)
         assert set(seen.last or {}) == {"h", "stays", "changes", "goes"}  # what was last heard
-        assert eventually(lambda: H not in etcd.keys("/tidal/"), GONE)
+        assert eventually(lambda: opened.key not in etcd.keys(opened.root), GONE)
         if compacted:
             etcd.compact()
         relay.mend()
@@ -274,10 +331,10 @@ def test_fr_16_a_watch_misses_no_delete_while_it_is_cut(
 
 
 def test_a_short_cut_of_the_stream_alone_is_not_told(
-    etcd: EtcdServer, opened: Callable[..., CommonStore], caplog: pytest.LogCaptureFixture
+    etcd: EtcdServer, opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Relay(etcd.netloc) as relay:
-        proxy, other = opened(f"etcd://{relay.netloc}"), opened(etcd.url)
+        proxy, other = opened(f"etcd://{relay.netloc}"), opened()
         seen = Seen()
         proxy.watch("", seen)
         assert seen.values({})
@@ -290,11 +347,9 @@ def test_a_short_cut_of_the_stream_alone_is_not_told(
         assert not caplog.records
 
 
-def test_a_reading_that_is_ahead_of_its_stream_is_not_undone(
-    etcd: EtcdServer, opened: Callable[..., CommonStore]
-) -> None:
+def test_a_reading_that_is_ahead_of_its_stream_is_not_undone(etcd: EtcdServer, opened: Opener) -> None:
     """Writes as fast as they go while the watch reads the prefix again and again: it ends with what is there."""
-    store, other = opened(etcd.url), opened(etcd.url)
+    store, other = opened(), opened()
     seen = Seen()
     store.watch("", seen)
     over = time.monotonic() + 2
@@ -310,9 +365,7 @@ def test_a_reading_that_is_ahead_of_its_stream_is_not_undone(
 # --- FR-20: a slow start ---
 
 
-def test_fr_20_registration_waits_for_an_etcd_that_starts_late(
-    tmp_path: Path, opened: Callable[..., CommonStore]
-) -> None:
+def test_fr_20_registration_waits_for_an_etcd_that_starts_late(tmp_path: Path, opened: Opener) -> None:
     server = EtcdServer(tmp_path)
     store = opened(server.url)
     hold = store.hold("h", b"v", TTL)
@@ -330,7 +383,7 @@ def test_fr_20_registration_waits_for_an_etcd_that_starts_late(
 # --- several endpoints ---
 
 
-def test_a_dead_endpoint_is_passed_over(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
+def test_a_dead_endpoint_is_passed_over(etcd: EtcdServer, opened: Opener) -> None:
     dead = "127.0.0.1:9"
     store = opened(f"etcd://{dead},{etcd.netloc}")
     assert store.read("").entries == {}  # at once: each endpoint is asked
@@ -341,7 +394,7 @@ def test_a_dead_endpoint_is_passed_over(etcd: EtcdServer, opened: Callable[..., 
     assert seen.values({"h": b"v", "k": b""}, 2)
 
 
-def test_a_cluster_of_three_loses_one_member_after_another(tmp_path: Path, opened: Callable[..., CommonStore]) -> None:
+def test_a_cluster_of_three_loses_one_member_after_another(tmp_path: Path, opened: Opener) -> None:
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -361,13 +414,13 @@ def test_a_cluster_of_three_loses_one_member_after_another(tmp_path: Path, opene
         for index, harm, mend in ((0, servers[0].freeze, servers[0].thaw), (1, servers[1].kill, servers[1].start)):
             harm()
             other = servers[(index + 1) % 3]
-            assert eventually(lambda: _put(other, f"/tidal/default/k{index}"), 10)  # noqa: B023
+            assert eventually(lambda: _put(other, f"{opened.root}k{index}"), 10)  # noqa: B023
             assert seen.wait(lambda each: each.fresh and f"k{index}" in each.entries, 8)  # noqa: B023
             assert hold.wait(5)
             assert store.read("h").entries["h"].value == b"v"
             mend()
             servers[index].wait_ready()
-        assert list(servers[2].keys(H)) == [H]
+        assert list(servers[2].keys(opened.key)) == [opened.key]
     finally:
         for server in servers:
             server.kill()
@@ -384,22 +437,26 @@ def _put(server: EtcdServer, key: str) -> bool:
 # --- clocks ---
 
 
-def test_steps_of_the_wall_clock_change_nothing(
-    etcd: EtcdServer, opened: Callable[..., CommonStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(etcd.url)
-    hold = store.hold("h", b"v", TTL)
-    assert hold.wait(5)
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
+def test_steps_of_the_wall_clock_change_nothing(etcd: EtcdServer, opened: Opener, tmp_path: Path) -> None:
+    clock = SteppedClock(tmp_path)
     seen = Seen()
-    store.watch("", seen)
-    assert seen.values({"h": b"v"})
-    real = time.time
-    for step in (86400.0, -86400.0):
-        monkeypatch.setattr(time, "time", lambda step=step: real() + step)
-        for _ in range(10):
-            assert hold.held
-            time.sleep(TTL / 8)
-    assert len(seen.all) == 1
+    opened().watch("", seen)
+    with Holder(etcd, opened, "v", clock.environment) as process:
+        assert seen.values({"h": b"v"}, 10)
+        assert eventually(lambda: [each for each in process.said() if each.held and each.snapshots])
+        time.sleep(0.2)
+        before, changes = process.said()[-1], len(seen.all)
+        assert abs(before.wall - time.time()) < 60
+        for step in (86400, -86400, 0):
+            clock.step(step)
+            time.sleep(TTL)
+            told = process.said()
+            assert abs(told[-1].wall - time.time() - step) < 60
+            assert len(told) > 5
+            assert all(each.held for each in told)
+            assert told[-1].snapshots == before.snapshots
+        assert len(seen.all) == changes
 
 
 def test_nothing_in_the_registry_reads_the_wall_clock() -> None:
@@ -410,40 +467,40 @@ def test_nothing_in_the_registry_reads_the_wall_clock() -> None:
 # --- what strangers write ---
 
 
-def test_fr_41_keys_and_values_of_strangers_do_no_harm(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
-    store = opened(etcd.url)
+def test_fr_41_keys_and_values_of_strangers_do_no_harm(etcd: EtcdServer, opened: Opener) -> None:
+    store = opened(ttl_s=6.0)
     seen = Seen()
     store.watch("members/", seen)
     assert seen.values({})
-    etcd.put(b"/tidal/default/members/\xff\xfe", b"x")
-    etcd.put("/tidal/default/members/", b"x")
-    etcd.put("/tidal/default/members/a//b\n", b"x")
-    etcd.put("/tidal/defaulted/members/c", b"of another cluster")
+    etcd.put(opened.root.encode() + b"members/\xff\xfe", b"x")
+    etcd.put(opened.root + "members/", b"x")
+    etcd.put(opened.root + "members/a//b\n", b"x")
+    etcd.put(opened.root[:-1] + "x/members/c", b"of another cluster")
     for number in range(70):  # more than a message of gRPC takes by default, and more than one page
-        etcd.put(f"/tidal/default/members/big-{number}", bytes(1 << 20))
+        etcd.put(f"{opened.root}members/big-{number}", bytes(1 << 20))
     assert seen.wait(lambda each: len(each.entries) == 73, 20)
     assert set(store.read("members/").entries) == set(seen.all[-1].entries)
     assert {"members/\\xff\\xfe", "members/", "members/a//b\n"} <= set(seen.all[-1].entries)
 
 
-def test_fr_43_an_entry_under_another_lease_is_left_alone(etcd: EtcdServer, opened: Callable[..., CommonStore]) -> None:
-    hold = opened(etcd.url).hold("h", b"owner", TTL)
+def test_fr_43_an_entry_under_another_lease_is_left_alone(etcd: EtcdServer, opened: Opener) -> None:
+    hold = opened().hold("h", b"owner", TTL)
     assert hold.wait(5)
-    etcd.put(H, b"thief", ttl_s=3)  # whoever has etcd's rights can do it: that is why etcd needs auth
+    etcd.put(opened.key, b"thief", ttl_s=2)  # whoever has etcd's rights can do it: that is why etcd needs auth
     assert eventually(lambda: not hold.held, TTL)
     time.sleep(TTL)
-    assert etcd.keys(H)[H].value == b"thief"
+    assert etcd.keys(opened.key)[opened.key].value == b"thief"
     assert hold.wait(6)  # as soon as the other lease ends
-    assert etcd.keys(H)[H].value == b"owner"
+    assert etcd.keys(opened.key)[opened.key].value == b"owner"
 
 
-def test_no_thread_outlives_its_store(etcd: EtcdServer) -> None:
+def test_no_thread_outlives_its_store(etcd: EtcdServer, opened: Opener) -> None:
     def names() -> set[str]:
         return {each.name for each in threading.enumerate()}
 
     before = names()
     for _ in range(3):
-        with EtcdStore(RegistryConfig(url=etcd.url, ttl_s=TTL)) as store:
+        with opened() as store:
             store.watch("", Seen())
             assert store.hold("h", b"", TTL).wait(5)
     assert eventually(lambda: names() <= before, 3), names() - before

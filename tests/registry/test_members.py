@@ -54,6 +54,7 @@ def test_an_engine_is_announced_updated_and_withdrawn(bed: Bed) -> None:
     assert all(each.fresh and not each.odd for each in told)
 
 
+@pytest.mark.parametrize("bed", ["memory"], indirect=True)  # test_store asks every store for it
 def test_fr_43_two_engines_of_one_name_do_not_take_turns(bed: Bed) -> None:
     first, second = bed.open(), bed.open()
     owner = announce(first, member(), TTL)
@@ -86,6 +87,7 @@ def test_another_engine_is_another_announcement(bed: Bed) -> None:
         (member(model="\udcff"), "cannot be announced"),
     ],
 )
+@pytest.mark.parametrize("bed", ["memory"], indirect=True)
 def test_nobody_announces_what_others_would_refuse(bed: Bed, odd: Member, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         announce(bed.open(), odd, TTL)

@@ -33,7 +33,7 @@ from tidal_connector.registry.settings import RegistryConfig, endpoints_of
 
 _log = get_logger(__name__)
 
-_PAGE = 32  # keys in one answer: even if each has the 1.5 MiB that etcd takes, it stays below the limit of a message
+_PAGE = 16  # keys in one answer: even if each has the 1.5 MiB that etcd takes, it stays below the limit of a message
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -162,7 +162,17 @@ class EtcdClient:
         Raises:
             RegistryLost: etcd does not answer.
         """
-        return self._bounded(lambda line, deadline: self._pages(line, prefix, deadline))
+        found: dict[bytes, Found] = {}
+        start, revision = prefix, 0
+        while True:
+            # All pages are of the first one's revision. Each has a bound of its own: megabytes take longer.
+            request = etcdrpc.RangeRequest(key=start, range_end=_end_of(prefix), limit=_PAGE, revision=revision)
+            answer = self._call(lambda line: line.range, request)
+            revision = revision or answer.header.revision
+            found.update((kv.key, _found(kv)) for kv in answer.kvs)
+            if not answer.more:
+                return revision, found
+            start = answer.kvs[-1].key + b"\0"
 
     def get(self, key: bytes) -> Found | None:
         """Return what a key holds.
@@ -244,15 +254,18 @@ class EtcdClient:
         create = etcdrpc.WatchCreateRequest(key=prefix, range_end=_end_of(prefix), start_revision=revision)
         return self._bounded(lambda line, _: Events(line, etcdrpc.WatchRequest(create_request=create)))
 
-    def settle(self) -> None:
+    def settle(self, key: bytes) -> None:
         """Find an endpoint that answers, asking each of them once if need be.
+
+        Args:
+            key: what to ask for; the user must be allowed to read it.
 
         Raises:
             RegistryLost: none does.
         """
         for last in [*[False] * (len(self._targets) - 1), True]:
             try:
-                self.get(b"\0")
+                self.get(key)
             except RegistryLost:
                 if last:
                     raise
@@ -268,18 +281,6 @@ class EtcdClient:
             line.channel.close()
 
     # --- one call ---
-
-    def _pages(self, line: _Line, prefix: bytes, deadline: float) -> tuple[int, dict[bytes, Found]]:
-        found: dict[bytes, Found] = {}
-        start, revision = prefix, 0
-        while True:
-            request = etcdrpc.RangeRequest(key=start, range_end=_end_of(prefix), limit=_PAGE, revision=revision)
-            answer = line.range(request, timeout=_left(deadline), metadata=line.metadata)
-            revision = revision or answer.header.revision
-            found.update((kv.key, _found(kv)) for kv in answer.kvs)
-            if not answer.more:
-                return revision, found
-            start = answer.kvs[-1].key + b"\0"
 
     def _call(self, method: Callable[[_Line], Any], request: Any) -> Any:
         return self._bounded(

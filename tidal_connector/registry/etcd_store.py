@@ -232,7 +232,7 @@ class EtcdStore(CommonStore):
         self._client = EtcdClient(config, timeout_s=self._pulse_s)
 
     def _read(self, prefix: str) -> Snapshot:
-        self._client.settle()
+        self._client.settle(self._root)
         _, found = self._client.range(self._root + prefix.encode())
         return _snapshot(self._root, found)
 
@@ -246,7 +246,7 @@ class EtcdStore(CommonStore):
         unleased = [each.key for each in writes if each.value is not None and named.get(each.key) != ABSENT]
         if len(named) + len(unleased) > _CONDITIONS_LIMIT:
             raise ValueError(f"a write with {len(named) + len(unleased)} conditions: etcd takes {_CONDITIONS_LIMIT}")
-        self._client.settle()
+        self._client.settle(self._root)
         found = self._client.transact(named, unleased, writes)
         if found is None:
             return

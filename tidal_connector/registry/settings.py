@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from tidal_connector.config import parse_address
+from tidal_connector.config import grpc_environment, parse_address
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.keys import is_name
@@ -98,6 +98,7 @@ def open_store(config: RegistryConfig) -> Store:
     """
     check(config)
     if config.url.startswith("etcd://"):
+        grpc_environment()
         from tidal_connector.registry.etcd_store import EtcdStore
 
         return EtcdStore(config)
