@@ -395,7 +395,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, list[Query]]]]] = [
             (
                 "Registry answers, proxy is ready",
                 "bool_yes_no",
-                "While the registry does not answer, proxies go by what they last heard; without a pair they are not ready.",
+                "Without the registry proxies go by what they last heard; without a pair they are not ready.",
                 [
                     ("tidal_proxy_registry_fresh", "{{instance}} registry"),
                     ("tidal_proxy_ready", "{{instance}} ready"),
