@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 lock=requirements/cpu.lock
+router_lock=requirements/router.lock
 venv=.venv
 log=build/setup.log
 debian_libraries=(libibverbs1 librdmacm1 libnuma1) # Mooncake does not load without these
@@ -100,8 +101,15 @@ install_torch() {
     die "torch could not be installed: $pin is needed for $("$venv/bin/python" -V); the log is $log"
 }
 
+# Only one end-to-end test needs it, which is skipped without it; so no failure here stops anybody.
+install_router() {
+  rm -rf "$venv/router"
+  quietly "vLLM's router, for a test" "$venv/bin/pip" install --progress-bar off --no-deps --target "$venv/router" -r "$router_lock" ||
+    say "  it could not be installed (see above); to try again: $venv/bin/pip install --no-deps --target $venv/router -r $router_lock"
+}
+
 python=$(find_python)
-packages_key=$(digest "$lock" .ci/setup.sh)
+packages_key=$(digest "$lock" "$router_lock" .ci/setup.sh)
 project_key=$(digest "$lock" pyproject.toml $(find csrc -type f | LC_ALL=C sort))
 if is_current .stamp-packages "$packages_key" && is_current .stamp-project "$project_key"; then
   exit 0
@@ -120,6 +128,7 @@ if ! is_current .stamp-packages "$packages_key"; then
   count=$(grep -c '==' "$lock")
   quietly "$count locked packages (1 to 3 minutes)" \
     "$venv/bin/pip" install --progress-bar off --no-deps -r "$lock" || die "not every package of $lock could be installed; the log is $log"
+  install_router
   printf '%s\n' "$packages_key" >"$venv/.stamp-packages"
 fi
 if ! is_current .stamp-project "$project_key"; then
