@@ -109,6 +109,8 @@ class FakeEngine:
                 wire = Wire(reader, writer, seen)
                 if path == "/health":
                     await wire.reply(200 if self.healthy else 503, b"")
+                elif path == "/metrics":
+                    await wire.reply(404, b"")
                 elif path == "/v1/models":
                     await wire.reply(200, b'{"data": [{"id": "m"}]}')
                 else:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tidal_connector.control.inquiry import inquire
 from tidal_connector.errors import ParamsError
 from tidal_connector.proxy.attempt import Attempts
+from tidal_connector.proxy.dashboard.routes import add_dashboard
 from tidal_connector.proxy.discovery import targets_of
 from tidal_connector.proxy.engines import error_body, refusal
 from tidal_connector.proxy.gate import Gate
@@ -113,12 +114,15 @@ def build_app(config: ProxyConfig, ask: Ask = inquire, store: Store | None = Non
         async with contextlib.AsyncExitStack() as stack:
             for part in (client, picker.running(), attempts.running(), survey.running(), following(store, roster)):
                 await stack.enter_async_context(part)
+            await stack.enter_async_context(dashboard.running())
             yield
 
     app = FastAPI(title="tidal proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     generate = Generate(relay, meters, config.max_body_bytes)
     for route in ROUTES:
         app.router.routes.append(Route(route, generate, methods=["POST"]))
+
+    dashboard = add_dashboard(app, looks)
 
     @app.get("/health")
     async def tell_health() -> Response:

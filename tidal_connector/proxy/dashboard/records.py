@@ -27,6 +27,14 @@ class Reply(msgspec.Struct, frozen=True):
     healthy: bool
 
 
+class _Mark(msgspec.Struct, frozen=True):
+    """What the counters have gained since the engine was first seen, and over how many seconds that was read."""
+
+    at: float
+    covered_s: float
+    gained: Mapping[str, float]
+
+
 class Record:
     """What is remembered of one engine in one role.
 
@@ -45,7 +53,7 @@ class Record:
         self._reading: Reading = {}
         self._read_at: float | None = None
         self._gains = Gains()
-        self._lately: deque[tuple[float, float, Mapping[str, float]]] = deque()
+        self._lately: deque[_Mark] = deque([_Mark(at, 0.0, {})])
         self._failures: deque[tuple[float, int]] = deque([(at, view.failures)])
         self._ribbon = Ribbon()
 
@@ -64,9 +72,12 @@ class Record:
         gains: Mapping[str, float] = {}
         if reply.reading is not None:
             gains = self._gains.since_last(reply.reading)
-            self._lately.append((at, at - (at if self._read_at is None else self._read_at), gains))
+            before = self._lately[-1]
+            covered = before.covered_s + (at - self._read_at if self._read_at is not None else 0.0)
+            gained = {name: before.gained.get(name, 0.0) + gain for name, gain in gains.items()}
+            self._lately.append(_Mark(at, covered, {**before.gained, **gained}))
             self._reading, self._read_at = reply.reading, at
-        while self._lately and self._lately[0][0] < at - MINUTE_S:
+        while len(self._lately) > 1 and self._lately[1].at <= at - MINUTE_S:
             self._lately.popleft()
         self._failures.append((at, view.failures))
         while len(self._failures) > 1 and self._failures[1][0] < at - MINUTE_S:
@@ -83,7 +94,7 @@ class Record:
 
     def gained(self, name: str, seconds: float, at: float) -> float:
         """Return what a counter gained in the last seconds, at most a minute."""
-        return sum(gains.get(name, 0.0) for then, _, gains in self._lately if then >= at - seconds)
+        return self._lately[-1].gained.get(name, 0.0) - self._mark(at - seconds).gained.get(name, 0.0)
 
     @property
     def failures(self) -> int:
@@ -100,7 +111,7 @@ class Record:
         view = self.view
         counter = "bytes_pushed" if view.role == "prefill" else "bytes_received"
         hits, misses = (self.gained(name, RATE_S, at) for name in ("selection_hits", "selection_misses"))
-        over = sum(seconds for then, seconds, _ in self._lately if then >= at - RATE_S)
+        over = self._lately[-1].covered_s - self._mark(at - RATE_S).covered_s
         return EngineRow(
             engine=view.engine,
             role=view.role,
@@ -138,6 +149,13 @@ class Record:
     @property
     def _sick(self) -> str:
         return "its /health does not answer 200" if self.state == "down" and self.view.state != "down" else ""
+
+    def _mark(self, at: float) -> _Mark:
+        """Return the last mark that is not newer than a moment, or the oldest."""
+        for mark in reversed(self._lately):
+            if mark.at <= at:
+                return mark
+        return self._lately[0]
 
     def _judge(self, reply: Reply) -> str:
         state = self.view.state

@@ -36,6 +36,7 @@ WATCHER_S = 12.0
 """A page that has not asked for so long is closed."""
 READ_S = 1.5
 AT_ONCE = 16
+STRIDE = 8
 MOST_ENGINES = 256
 MOST_PAIRS = 400
 MOST_FINDINGS = 60
@@ -114,6 +115,9 @@ class Sampler:
 
     async def _run(self) -> None:
         while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.every_s):
+                    await self._watcher.wait()
             self._watcher.clear()
             try:
                 await self.look()
@@ -122,9 +126,6 @@ class Sampler:
                 if self._broken != (text := f"{type(error).__name__}: {error}"):
                     self._broken = text
                     _log.exception("the dashboard could not look: %s", text)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.every_s):
-                    await self._watcher.wait()
 
     async def look(self) -> None:
         """Look once at everything."""
@@ -139,6 +140,7 @@ class Sampler:
                 seen.add(key := (view.engine, view.role))
                 record = self._records.setdefault(key, Record(view, now))
                 gained[view.engine] = record.look(view, replies[view.engine], now)
+                await self._let_requests_by(len(seen))
         self._note_missing(seen, now)
         gains = {name: sum(each.get(name, 0.0) for each in gained.values()) for name in COUNTERS}
         self._bytes += gains.get("bytes_pushed", 0.0)
@@ -146,8 +148,18 @@ class Sampler:
         self._looked = now
         self._history.add(self._happened(state, gains, now), seconds)
         self._before = state
-        self._answer = self._draw(state, now)
+        rows = []
+        for record in [*self._records.values()]:
+            rows.append(record.row(now))
+            await self._let_requests_by(len(rows))
+        self._answer = self._draw(state, rows, now)
         self._news.set()
+
+    @staticmethod
+    async def _let_requests_by(number: int) -> None:
+        """Give the event loop away after every few engines: a look at hundreds takes tens of milliseconds."""
+        if number % STRIDE == 0:
+            await asyncio.sleep(0)
 
     async def _ask(self, engine: str, slots: asyncio.Semaphore) -> Reply:
         async def read(path: str) -> bytes | None:
@@ -200,8 +212,7 @@ class Sampler:
                 sides[record.view.role] = sides.get(record.view.role, 0.0) + record.transfers
         return max(sides.values(), default=None)
 
-    def _draw(self, state: ProxyState, now: float) -> Answer:
-        rows = [record.row(now) for record in self._records.values()]
+    def _draw(self, state: ProxyState, rows: list[EngineRow], now: float) -> Answer:
         rows.sort(key=lambda row: (_ROLES.get(row.role, 2), *_natural(row.engine)))
         minute = self._minute(now)
         found = find(state, rows, minute)
