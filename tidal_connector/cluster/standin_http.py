@@ -31,6 +31,7 @@ from tidal_connector.vllm_plugin.params import DecodeLeg, Leg, PrefillLeg, parse
 
 Body = dict[str, Any]
 
+_SLOTS = 4096  # rows of its selection cache that a request takes
 _GONE = 499  # what nginx calls a client that left; nobody reads it
 
 
@@ -107,7 +108,9 @@ class Server:
         self._running = 0
         self._pages_used = 0
         self._totals = {"prompt_tokens": 0, "generation_tokens": 0, "request_success": 0}
-        counters.set("pool_pages", PAGES if role is not Role.PREFILL else 0)
+        if role is not Role.PREFILL:
+            counters.set("pool_pages", PAGES)
+            counters.set("selection_slots", _SLOTS * manner.max_seqs)
         counters.set("kv_layers", 2)
 
     def app(self) -> Starlette:
@@ -276,6 +279,7 @@ class Server:
     def _series(self) -> str:
         if self._role is not Role.PREFILL:
             self._counters.set("pool_pages_used", self._pages_used)
+            self._counters.set("selection_slots_used", _SLOTS * self._running)
         label = f'{{engine="0",model_name="{self._manner.model}"}}'
         return "\n".join(f"{name}{label} {value:.10g}" for name, value in self._values()) + "\n"
 

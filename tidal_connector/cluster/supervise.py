@@ -172,8 +172,8 @@ class Supervisor:
                         end = self._live(plan, announcer, orders)
                     if end is not End.COLLIDED:
                         break
-            if self._drain is not None and self._drain.ordered:
-                orders.done()
+            if self._drain is not None and self._drain.ordered and not self._config.revision:
+                orders.done()  # else an agent would start it again: there the order holds until it is withdrawn
         return 0 if end is End.STOPPED else 1
 
     def _live(self, plan: EnginePlan, announcer: Announcer, orders: Orders) -> End:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How commands are told where the registry is: ``--registry URL``, or a file that also says how to log in."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tidal_connector.cluster.spec import read_spec
+from tidal_connector.config import convert_strict
+from tidal_connector.errors import ConfigError
+from tidal_connector.registry.settings import RegistryConfig
+
+RegistryUrl = Annotated[
+    str, typer.Option("--registry", help="etcd://host:2379 or file:///folder; that of --config where not said.")
+]
+RegistryFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="Take the registry, with TLS and password, from this file of an engine, an agent, a proxy or a cluster.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+ClusterName = Annotated[str, typer.Option("--cluster", help="Name of the cluster, where several share a registry.")]
+
+
+def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig:
+    """Return where the registry is.
+
+    Args:
+        file: a TOML file with a ``[registry]`` or, of a whole cluster, a ``[cluster.registry]`` table.
+        url: counts before the file's.
+        cluster: counts before the file's.
+
+    Raises:
+        ConfigError: nothing says it, or the file cannot be read.
+    """
+    table = _table_of(file) if file is not None else {}
+    if url:
+        table["url"] = url
+    if not table.get("url"):
+        raise ConfigError("no registry; give --registry etcd://host:2379, or --config FILE with a [registry] table")
+    config = convert_strict(RegistryConfig, table, f"{file}: [registry]" if file else "--registry")
+    return msgspec.structs.replace(config, cluster=cluster) if cluster else config
+
+
+def _table_of(file: Path) -> dict[str, object]:
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if "group" in given or "cluster" in given:
+        spec = read_spec(file)
+        return {"cluster": spec.cluster.name, **spec.cluster.registry}
+    return dict(given.get("registry", {}))
