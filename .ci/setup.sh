@@ -12,6 +12,7 @@ venv=.venv
 log=build/setup.log
 debian_libraries=(libibverbs1 librdmacm1 libnuma1) # Mooncake does not load without these
 debian_services=(etcd-server iproute2)             # the registry, and network namespaces for two-node tests
+debian_browser=(chromium)                          # draws the dashboard in its test
 torch_index=https://download.pytorch.org/whl/cpu   # where the +cpu builds are published
 SECONDS=0
 
@@ -77,10 +78,10 @@ apt_install() {
 ensure_debian_packages() {
   local name missing=()
   if ! command -v dpkg-query >/dev/null; then
-    say "not a Debian system: ${debian_libraries[*]} ${debian_services[*]} (or what they are called here) have to be there"
+    say "not a Debian system: ${debian_libraries[*]} ${debian_services[*]} ${debian_browser[*]} (or what they are called here) have to be there"
     return
   fi
-  for name in "${debian_libraries[@]}" "${debian_services[@]}"; do
+  for name in "${debian_libraries[@]}" "${debian_services[@]}" "${debian_browser[@]}"; do
     [[ "$(dpkg-query -W -f='${db:Status-Status}' "$name" 2>/dev/null)" == installed ]] || missing+=("$name")
   done
   "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=("$(debian_package_of_python "$python")-venv")
