@@ -130,7 +130,7 @@ def serve_settings(
         "load_failure_policy": group.load_failure_policy,
         "node": assignment.node,
         "revision": assignment.revision,
-        "admission": True,
+        "admission": not assignment.admitted,  # one that has passed its probe comes back by itself after a crash
         "command": filled(list(group.command), names),
         "http": {"bind": join_address(agent.bind, ports[0]), **advertise},
         "supervise": {
