@@ -57,6 +57,7 @@ GAUGES: Mapping[str, str] = {
     "selection_slots": "slots of the selection cache in each layer",
     "selection_slots_used": "slots of the selection cache that requests hold",
     "selection_cache_bytes": "device bytes of the selection cache over all layers",
+    "device_kv_bytes": "device bytes that were allocated for KV: the caches on the device and the selection cache",
     "index_cache_bytes": "device bytes of the index keys over all layers",
     "peers": "peers with a live session",
     "device_bytes_per_token": "bytes that one token's KV takes on the device, over all layers",

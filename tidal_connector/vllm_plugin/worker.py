@@ -167,10 +167,13 @@ class TidalWorker:
         pool = self._pool
         if pool is not None:
             plane.register(pool.address, pool.length, Home.HOST)
+        on_device = int(self._counters.snapshot()["selection_cache_bytes"])
         for address, length in storages(caches):
             if pool is None or not pool.address <= address < pool.address + pool.length:
+                on_device += length
                 # Nobody writes into an engine that only prefills, so its memory is not offered to the network.
                 plane.register(address, length, Home.DEVICE, target=self._facts.consumer)
+        self._counters.set("device_kv_bytes", on_device)
         return plane
 
     def _woken(self) -> None:

@@ -194,7 +194,7 @@ def _serve(options: CapacityOptions, engine: ServerProcess, name: str, console: 
         options.requests * options.output,
         index_bytes=index,
         selection_bytes=selection,
-        device_kv_bytes=index + selection or round(tidal["tidal:kv_bytes_per_token"] * blocks * _BLOCK_SIZE),
+        device_kv_bytes=int(tidal["tidal:device_kv_bytes"]),
         pool_bytes=int(tidal["tidal:pool_bytes"]),
         kv_blocks=blocks,
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tidal_connector.errors import ConfigError
+from tidal_connector.selection.budget import slot_bytes
 from tidal_connector.vllm_plugin.cpu.offload import CacheSplit, split
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class KvPlacement:
         kv_caches: one tensor ``[blocks, 1, block_size, width]`` per layer.
         pool: the host memory behind the latents; whoever keeps the placement closes it.
         parts: which layers are where.
-        arena: ``[latent caches, rows, row_bytes]`` uint8, the selection cache on the device.
+        arena: ``[latent caches, rows, slot bytes]`` uint8, the selection cache on the device; each slot begins with a
+            row and ends with a cache line.
         index_bytes: device bytes of the index keys, as allocated.
     """
 
@@ -75,8 +77,7 @@ def allocate(
     host = torch.frombuffer(pool.buffer, dtype=torch.uint8)
     device = torch.zeros(blocks * parts.index_block_bytes, dtype=torch.uint8)
     caches = carve(host, parts.latent, specs, blocks) | carve(device, parts.index, specs, blocks)
-    row_bytes = parts.latent_block_bytes // len(parts.latent) // parts.block_size
-    arena = torch.zeros((len(parts.latent), arena_rows, row_bytes), dtype=torch.uint8)
+    arena = torch.zeros((len(parts.latent), arena_rows, slot_bytes(parts.latent_row_bytes)), dtype=torch.uint8)
     return KvPlacement(caches, pool, parts, arena, device.nbytes)
 
 

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 from tidal_connector.config import TidalConfig, log_level, offload_asked
 from tidal_connector.errors import ConfigError
 from tidal_connector.log import configure, get_logger
-from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory
+from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory, slot_bytes
 from tidal_connector.vllm_plugin.plugins import CONNECTOR
 from tidal_connector.vllm_plugin.translate import settings
 
@@ -79,6 +79,11 @@ class CacheSplit:
     index_block_bytes: int
     block_size: int
 
+    @property
+    def latent_row_bytes(self) -> int:
+        """Bytes of one token's row in one latent cache."""
+        return self.latent_block_bytes // len(self.latent) // self.block_size
+
 
 def split(specs: Mapping[str, KVCacheSpec]) -> CacheSplit:
     """Sort a model's caches into latents and index keys.
@@ -116,6 +121,7 @@ def costs(vllm_config: VllmConfig, parts: CacheSplit) -> ModelCosts:
         block_size=parts.block_size,
         latent_block_bytes=parts.latent_block_bytes,
         index_block_bytes=parts.index_block_bytes,
+        slot_bytes=len(parts.latent) * slot_bytes(parts.latent_row_bytes),
     )
 
 

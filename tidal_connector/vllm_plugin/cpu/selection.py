@@ -79,9 +79,10 @@ class EngineSelection:
         self._last: tuple[object, PassSelection | None] = (None, None)
         self._dtype = placement.kv_caches[placement.parts.latent[0]].dtype
         pools = [_rows(placement.kv_caches[name]) for name in placement.parts.latent]
+        slots = placement.arena[:, :, : placement.parts.latent_row_bytes]
         self._stream = ops.CopyStream(threads=1)
         self.cache = SelectionCache(
-            arena=placement.arena.numpy(),
+            arena=slots.numpy(),
             pools=pools,
             groups=index_groups(
                 [layer_index(name) for name in placement.parts.latent],
@@ -100,7 +101,7 @@ class EngineSelection:
             prefetch=config.selection.prefetch,
         )
         self.writeback = WriteBack(pools, plan.requests * model.queries, self._stream, counters)
-        self._arena = [layer.view(self._dtype) for layer in placement.arena]
+        self._arena = [layer.view(self._dtype) for layer in slots]
         self._staging = [torch.from_numpy(layer).view(self._dtype) for layer in self.writeback.staging]
         counters.set("selection_slots", plan.arena_rows)
         counters.set("selection_cache_bytes", placement.arena.nbytes)
