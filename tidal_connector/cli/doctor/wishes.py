@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tidal_connector.cluster.serving import read_serve_config
-from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config, parse_address
+from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config, parse_address, parse_host
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.proxy.settings import check_config, read_config
@@ -119,7 +119,7 @@ def _engine(path: Path) -> Wishes:
     tidal = load_config(config.tidal, f"{path}: [tidal]")
     ports, addresses = _control(str(path), tidal)
     if config.http.bind:
-        host, port = parse_address("http.bind", config.http.bind)
+        host, port = parse_host("http.bind", config.http.bind)
         ports.append(PortWish(str(path), "http.bind", host, port))
         if config.registry is not None:
             addresses.append(_address(str(path), "http.advertise", config.http.advertise or host))
