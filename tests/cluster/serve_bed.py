@@ -105,6 +105,8 @@ class Bed:
         standin: tuple[str, ...] = (),
         supervise: Mapping[str, float] | None = None,
         url: str = "",
+        model: str = "m",
+        environment: Mapping[str, str] | None = None,
         **config: Any,
     ) -> Served:
         """Start one; ``config`` replaces tables of its file."""
@@ -122,7 +124,10 @@ class Bed:
         command = [sys.executable, "-m", "tidal_connector.cli", "serve", role, "--config", str(file)]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*command, "--", "--model", "m", *args], stdout=output, stderr=output, env=child_environment()
+                [*command, "--", "--model", model, *args],
+                stdout=output,
+                stderr=output,
+                env=child_environment(environment),
             )
         served = Served(engine, self, process, log)
         self.served.append(served)
