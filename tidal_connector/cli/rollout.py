@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.rollout_records import Rollout, Status
 from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
@@ -35,13 +36,6 @@ _POLL_S = 0.5
 _WAIT_S = 7200.0
 
 SpecFile = Annotated[Path, typer.Argument(help="configs/cluster.toml", exists=True, dir_okay=False)]
-Where = Annotated[
-    str, typer.Option("--registry", help="etcd://host:2379 or file:///folder; that of the file where not said.")
-]
-Config = Annotated[
-    Path | None, typer.Option("--config", help="Take the registry from this cluster.toml or agent.toml.", exists=True)
-]
-Name = Annotated[str, typer.Option("--cluster", help="Name of the cluster.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Stay until it is done or halted; Ctrl-C leaves it going on.")]
 WaitS = Annotated[float, typer.Option("--timeout", help="Seconds that --wait stays.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -64,27 +58,10 @@ def registry_of(spec: ClusterSpec, url: str) -> RegistryConfig:
     return convert_strict(RegistryConfig, table, "cluster.registry")
 
 
-def _registry(config: Path | None, url: str, name: str) -> RegistryConfig:
-    if config is not None:
-        import tomllib
-
-        try:
-            given = tomllib.loads(config.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{config}: {error}") from None
-        if "cluster" in given or "group" in given:
-            return registry_of(read_spec(config), url)
-        table = {**given.get("registry", {}), **({"url": url} if url else {})}
-        return convert_strict(RegistryConfig, table, f"{config}: registry")
-    if not url:
-        raise ConfigError("no registry; give --registry etcd://host:2379, or --config cluster.toml")
-    return RegistryConfig(url=url, cluster=name or "default")
-
-
 @rollout.command()
 def apply(
     file: SpecFile,
-    registry: Where = "",
+    registry: RegistryUrl = "",
     wait: Wait = False,
     timeout: WaitS = _WAIT_S,
     as_json: AsJson = False,
@@ -99,50 +76,52 @@ def apply(
 @rollout.command()
 def undo(
     to: Annotated[str, typer.Option(help="Revision to return to; the last one that was reached, where not said.")] = "",
-    registry: Where = "",
-    config: Config = None,
-    cluster: Name = "",
+    registry: RegistryUrl = "",
+    config: RegistryFile = None,
+    cluster: ClusterName = "",
     wait: Wait = False,
     timeout: WaitS = _WAIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Return to the revision before this one; also while a rollout goes on, or after it halted."""
-    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+    with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         _say(store, verbs.undo(store, verbs.whoami(), to), wait, timeout, as_json)
 
 
 @rollout.command()
-def pause(registry: Where = "", config: Config = None, cluster: Name = "", as_json: AsJson = False) -> None:
+def pause(
+    registry: RegistryUrl = "", config: RegistryFile = None, cluster: ClusterName = "", as_json: AsJson = False
+) -> None:
     """Begin no further step; what is on its way comes to its end."""
-    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+    with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         _say(store, verbs.pause(store, verbs.whoami()), False, 0, as_json)
 
 
 @rollout.command()
 def resume(
-    registry: Where = "",
-    config: Config = None,
-    cluster: Name = "",
+    registry: RegistryUrl = "",
+    config: RegistryFile = None,
+    cluster: ClusterName = "",
     wait: Wait = False,
     timeout: WaitS = _WAIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Go on after a pause; after a halt, start what failed once more."""
-    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+    with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         _say(store, verbs.resume(store, verbs.whoami()), wait, timeout, as_json)
 
 
 @rollout.command()
 def status(
-    registry: Where = "",
-    config: Config = None,
-    cluster: Name = "",
+    registry: RegistryUrl = "",
+    config: RegistryFile = None,
+    cluster: ClusterName = "",
     wait: Wait = False,
     timeout: WaitS = _WAIT_S,
     as_json: AsJson = False,
 ) -> None:
     """Show the rollout, its engines and what it waits for. Exit status 1 if it is halted."""
-    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+    with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         now = verbs.read_view(store).rollout
         if now is None:
             typer.echo("{}" if as_json else "nothing was ever rolled out in this cluster")
@@ -151,14 +130,16 @@ def status(
 
 
 @rollout.command()
-def history(registry: Where = "", config: Config = None, cluster: Name = "", as_json: AsJson = False) -> None:
+def history(
+    registry: RegistryUrl = "", config: RegistryFile = None, cluster: ClusterName = "", as_json: AsJson = False
+) -> None:
     """Show the last rollouts: when, by whom, to which revision, and how they ended."""
-    with clear_ends(), open_store(_registry(config, registry, cluster)) as store:
+    with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         found = verbs.read_view(store).history
         if as_json:
             typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
             return
-        table = Table("No.", "begun", "took", "what", "revision", "by", "outcome", "why")
+        table = Table("No.", "begun", "took", "what", "revision", "by", "outcome")
         for item in reversed(found):
             table.add_row(
                 str(item.number),
@@ -167,10 +148,13 @@ def history(registry: Where = "", config: Config = None, cluster: Name = "", as_
                 str(item.kind),
                 item.revision,
                 item.by,
-                str(item.status),
-                item.reason or (f"by {item.changed_by}" if item.status is Status.REPLACED else ""),
+                str(item.status) + (f" by {item.changed_by}" if item.status is Status.REPLACED else ""),
             )
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        for item in reversed(found):
+            if item.reason:
+                console.print(f"{item.number}: {item.reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _say(store: Store, begun: Rollout, wait: bool, timeout_s: float, as_json: bool) -> None:
@@ -213,9 +197,10 @@ def show_status(found: RolloutStatus, console: Console) -> None:
     """Print a rollout and its engines."""
     now = found.rollout
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.at))
-    console.print(f"rollout {now.number}: {now.kind} of {now.revision}, begun {begun} by {now.by}: {found.summary}")
+    line = f"rollout {now.number}: {now.kind} of {now.revision}, begun {begun} by {now.by}: {found.summary}"
+    console.print(line, soft_wrap=True)
     if now.reason:
-        console.print(f"  {now.reason}", highlight=False, markup=False)
+        console.print(f"  {now.reason}", highlight=False, markup=False, soft_wrap=True)
     if not found.conductor:
         console.print("  no agent conducts it at the moment")
     table = Table("engine", "node", "revision", "", "phase", "state", "restarts", "note")
