@@ -32,6 +32,7 @@ from tidal_connector.cli.demo.expect import row_bytes
 from tidal_connector.cli.demo.prompts import make_prompts
 from tidal_connector.cluster.launch import ServerProcess
 from tidal_connector.cluster.stack import read_metrics
+from tidal_connector.config import child_environment
 from tidal_connector.errors import TidalError
 from tidal_connector.registry.members import Member, State, peers
 from tidal_connector.registry.settings import RegistryConfig, open_store
@@ -87,6 +88,10 @@ def test_everybody_is_announced_where_others_reach_it(nodes: Cluster) -> None:
         assert member.control == node.at(nodes.family, CONTROL_PORT)
         assert member.transfer.rpartition(":")[0] == node.at(nodes.family, 0).rpartition(":")[0]
     assert len({member.layout for member in found.values()}) == 1
+    status = [sys.executable, "-m", "tidal_connector.cli", "status", "--registry", nodes.registry]
+    wide = child_environment({"COLUMNS": "200"})
+    shown = subprocess.run(status, env=wide, capture_output=True, text=True, timeout=BOUND_S, check=True).stdout
+    assert [name for name, member in found.items() if member.http.removeprefix("http://") not in shown] == []
 
 
 def test_a_transfer_is_as_fast_as_the_link(nodes: Cluster) -> None:

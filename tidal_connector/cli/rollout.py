@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tidal_connector.cli.ends import clear_ends
 from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
@@ -213,6 +214,6 @@ def show_status(found: RolloutStatus, console: Console) -> None:
             item.phase,
             item.state,
             str(item.restarts or ""),
-            item.note,
+            Text(item.note),
         )
     console.print(table)

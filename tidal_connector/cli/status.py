@@ -94,7 +94,7 @@ def drawn(found: Overview, before: Overview | None = None, lost: str = "") -> Gr
             Text(line.state, _COLOURS.get(line.state, "")),
             line.node,
             line.revision or "-",
-            line.http.partition("//")[2] or "-",
+            Text(line.http.partition("//")[2] or "-"),  # [::1] would be taken for markup
             *_cells(line.load, earlier.get(line.incarnation)),
         )
     lines: list[Table | Text] = [table] if found.engines else []
