@@ -82,6 +82,8 @@ class FakeEngine:
     behaviour: Behaviour
     healthy: bool = True
     requests: list[Seen] = field(default_factory=list)
+    models: bytes = b'{"data": [{"id": "m"}]}'
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
     port: int = 0
     server: asyncio.Server | None = None
 
@@ -99,6 +101,7 @@ class FakeEngine:
             self.server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -112,7 +115,7 @@ class FakeEngine:
                 elif path == "/metrics":
                     await wire.reply(404, b"")
                 elif path == "/v1/models":
-                    await wire.reply(200, b'{"data": [{"id": "m"}]}')
+                    await wire.reply(200, self.models)
                 else:
                     self.requests.append(seen)
                     await self.behaviour(wire)

@@ -132,7 +132,10 @@ class Roster:
         if not members.fresh and not members.engines:
             return  # nothing is known; that is no news of anybody
         usable, unusable = _usable(members)
-        self.odd = _news(self.odd, unusable)
+        for engine, why in unusable.items():
+            if self.odd.get(engine) != why:
+                _log.warning("registry entry of %s is left out: %s", engine, why)
+        self.odd = {**members.odd, **unusable}  # whoever reads the registry has told of its own already
         registered = {engine.key: engine for engine in _from_registry(usable)}
         self._warn_of_twins(registered)
         after = {**self._named, **registered}
@@ -175,7 +178,8 @@ def _from_file(config: ProxyConfig) -> Iterable[Engine]:
 
 def _usable(members: Members) -> tuple[list[Member], Mapping[str, str]]:
     """Part the engines that can be asked from those that cannot, with the reason."""
-    odd, usable = dict(members.odd), []
+    odd: dict[str, str] = {}
+    usable = []
     for member in members.engines.values():
         try:
             target_of(member.http)
@@ -205,13 +209,6 @@ def _from_registry(members: Iterable[Member]) -> Iterable[Engine]:
                     model=member.model,
                     note=member.note,
                 )
-
-
-def _news(before: Mapping[str, str], after: Mapping[str, str]) -> Mapping[str, str]:
-    for key, why in after.items():
-        if before.get(key) != why:
-            _log.warning("registry entry %s is left out: %s", key, why)
-    return after
 
 
 def _tell(change: Change) -> None:

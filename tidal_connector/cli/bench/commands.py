@@ -245,3 +245,44 @@ def rollout(
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
+
+
+@bench.command()
+def proxy(
+    requests: Annotated[int, typer.Option(help="Timed requests of each kind, each way.", min=2)] = 400,
+    streams: Annotated[int, typer.Option(help="Streams at once.", min=1)] = 500,
+    engines: Annotated[int, typer.Option(help="Engine stand-ins of each role.", min=1)] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=16)] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=2)] = 40,
+    token_ms: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.", min=0)] = 100.0,
+    policy: Annotated[
+        Literal["least_tokens", "prefix_affinity", "random"], typer.Option(help="How the proxy chooses engines.")
+    ] = "least_tokens",
+    json_file: JsonFile = None,
+    keep_logs: KeepLogs = None,
+) -> None:
+    """What a request takes longer through the proxy than by a direct connection, and many streams at once.
+
+    Engine stand-ins, the proxy and the client are processes on the same cores. Exit status 1 if the median is more than
+    3 ms longer, or a stream fails.
+    """
+    from rich.console import Console
+
+    from tidal_connector.cli.bench.proxy import ProxyOptions, run_proxy_bench
+
+    options = ProxyOptions(
+        requests=requests,
+        streams=streams,
+        engines=engines,
+        prompt_tokens=prompt_tokens,
+        tokens=tokens,
+        token_ms=token_ms,
+        policy=policy,
+        keep_logs=keep_logs,
+    )
+    with clear_ends():
+        check_json_file(json_file)
+        found = run_proxy_bench(options, Console())
+        write_json(found, json_file)
+    if found.shortcomings():
+        raise typer.Exit(1)
