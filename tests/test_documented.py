@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidal_connector.cluster.serving import read_serve_config
+from tidal_connector.cluster.serving import HttpConfig, SuperviseConfig, read_serve_config
 from tidal_connector.config import SelectionConfig
 from tidal_connector.metrics import COUNTERS, GAUGES
+from tidal_connector.registry.settings import RegistryConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,6 +37,19 @@ def test_the_example_files_are_valid_as_they_are_and_with_all_that_they_offer(na
     everything = tmp_path / path.name
     everything.write_text(offered)
     read_serve_config(everything)
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("table", "kind"), [("registry", RegistryConfig), ("http", HttpConfig), ("supervise", SuperviseConfig)]
+)
+def test_an_engine_file_offers_every_setting_of_being_announced(
+    name: str, table: str, kind: type[msgspec.Struct]
+) -> None:
+    text = (ROOT / f"configs/{name}.toml").read_text()
+    _, _, rest = text.partition(f"# [{table}]")
+    offered = re.findall(r"(?m)^# (\w+) = ", rest.partition("# [")[0])
+    assert sorted(offered) == sorted(field.name for field in msgspec.structs.fields(kind))
 
 
 def test_the_decode_file_offers_every_setting_of_the_selection_cache() -> None:

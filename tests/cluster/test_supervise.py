@@ -195,3 +195,12 @@ def test_sigterm_while_it_starts_ends_it_at_once(bed: Bed) -> None:
     os.kill(served.process.pid, signal.SIGTERM)
     assert served.ends() == 0
     assert time.monotonic() - began < 8
+
+
+def test_a_frozen_engine_is_not_waited_for(bed: Bed) -> None:
+    served = bed.serve("decode", "decode-0", supervise={"drain_s": 600.0})
+    served.ready()
+    served.signal_engine(signal.SIGSTOP)
+    served.reaches(State.DOWN)
+    served.order(Order(Want.DRAIN, 600.0))
+    assert served.ends(20.0) == 0  # frozen, it does not hear SIGTERM either

@@ -212,7 +212,8 @@ class Supervisor:
             self._obey(plan, order, prober, now)
             if self._drain is not None:
                 announcer.tell(member_of(plan, seen, State.DRAINING, ""))
-                if state is not State.READY or self._drained(plan, seen, now):
+                silent = now - seen.healthy_at > settings.down_after_s  # it never served, or answers nobody any more
+                if silent or self._drained(plan, seen, now):
                     return End.STOPPED, ""
             elif state is State.READY and not self._admitted:
                 announcer.tell(member_of(plan, seen, State.STARTING, AWAITS_ADMISSION))
