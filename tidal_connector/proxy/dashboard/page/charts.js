@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small charts that share one stretch of time and one cursor.
 
+const SPANS = [60, 300, 900]; // seconds
 const GAP_MS = 40000;       // no line over a stretch in which nobody looked
 const PLOT = { top: 17, bottom: 17 };
 
@@ -135,7 +136,7 @@ class Chart {
 class Charts {
   constructor(root, say) {
     this.say = say;
-    this.span = 900;
+    this.chosen = null; // seconds; until somebody chooses, as much as there is to show
     this.cursor = null; // milliseconds, or null
     this.feed = null;
     this.all = CHARTS.map((how) => new Chart(how, this));
@@ -144,6 +145,12 @@ class Charts {
   }
 
   show(feed) { this.feed = feed; this.draw(); }
+
+  get span() {
+    if (this.chosen !== null) return this.chosen;
+    const oldest = this.feed && this.feed.rows.length ? (performance.now() - this.feed.rows[0][0]) / 1000 : 0;
+    return SPANS.find((seconds) => seconds >= oldest) || SPANS[SPANS.length - 1];
+  }
 
   draw() {
     if (!this.feed || !this.feed.answer) return;

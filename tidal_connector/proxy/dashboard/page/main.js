@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Puts the parts together.
 
-const SPANS = [[900, '15 min'], [300, '5 min'], [60, '1 min']];
 const WORDS = { live: 'live', late: 'the proxy has not looked for', lost: 'no answer for', waiting: 'connecting' };
 
 const say = (text) => write(byId('say'), text);
@@ -14,17 +13,18 @@ const verdict = new Verdict((name) => {
 });
 
 for (const state of ['ready', 'starting', 'draining', 'down', 'unreachable']) byId('legend').append(html('span', {}, mark(state, 10), STATES[state]));
-for (const [seconds, words] of SPANS) {
-  const input = html('input', { type: 'radio', name: 'span', value: seconds });
-  input.checked = seconds === charts.span;
-  input.addEventListener('change', () => { charts.span = seconds; charts.draw(); });
-  byId('spans').append(html('label', {}, input, html('span', {}, words)));
-}
+const spans = new Map([...SPANS].reverse().map((span) => {
+  const input = html('input', { type: 'radio', name: 'span', value: span });
+  input.addEventListener('change', () => { charts.chosen = span; charts.draw(); });
+  byId('spans').append(html('label', {}, input, html('span', {}, `${span / 60} min`)));
+  return [span, input];
+}));
 
 function heard(feed) {
   const { answer } = feed;
   verdict.show(answer);
   charts.show(feed);
+  spans.get(charts.span).checked = true;
   topology.show(answer);
   engines.show(answer.engines);
   const { registry, rollout } = answer;
