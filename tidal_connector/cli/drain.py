@@ -38,6 +38,8 @@ def drain(
     """Take an engine out of service: no new requests, the running ones finish, then it stops.
 
     An engine that an agent keeps stays down until the order is withdrawn (--cancel).
+
+    Exit status 0: ordered, or, with --wait, stopped; 1: not stopped in time; 2: no such engine, or no registry.
     """
     with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         name = EngineId(engine)

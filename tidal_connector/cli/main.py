@@ -96,7 +96,13 @@ def serve(
     config: Annotated[Path, typer.Option(help="TOML file (configs/prefill.toml, configs/decode.toml).")],
     print_only: Annotated[bool, typer.Option("--print", help="Show the command line instead of running it.")] = False,
 ) -> None:
-    """A vLLM engine with the connector: tidal serve ROLE --config FILE -- VLLM_ARGUMENTS."""
+    """A vLLM engine with the connector: tidal serve ROLE --config FILE -- VLLM_ARGUMENTS.
+
+    With a [registry] table in FILE this process stays beside the engine: it announces it, and lets its requests finish
+    before it stops it, at SIGTERM or tidal drain. Otherwise it becomes the engine.
+
+    Exit status of the former: 0 stopped as told; 1 the engine ended by itself or never served; 2 a setting is wrong.
+    """
     from tidal_connector.cli.serve import run_serve
 
     with clear_ends():
