@@ -82,6 +82,7 @@ def test_hugepages_with_their_nodes_and_the_container_s_limit(tmp_path: Path) ->
     ("cgroup", "files", "limit"),
     [
         ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "5000"}, 5000),
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "9000", "sys/fs/cgroup/a/memory.max": "5000"}, 5000),
         ("4:memory:/x", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "7000"}, 7000),
         ("4:memory:/x", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
     ],

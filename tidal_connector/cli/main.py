@@ -126,7 +126,10 @@ def agent(
 
 @app.command()
 def up(
-    file: Annotated[Path, typer.Argument(help="configs/cluster.toml", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.", exists=True, dir_okay=False),
+    ],
     model: Annotated[Path | None, typer.Option(help="Serve this checkpoint in place of the file's.")] = None,
     count: Annotated[int, typer.Option(help="Engines of each group, at most; 0: as many as the file says.", min=0)] = 1,
     listen: Annotated[str, typer.Option(help="127.0.0.1:PORT of the proxy.")] = "127.0.0.1:8000",

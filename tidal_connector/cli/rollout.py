@@ -36,7 +36,9 @@ rollout = typer.Typer(
 _POLL_S = 0.5
 _WAIT_S = 7200.0
 
-SpecFile = Annotated[Path, typer.Argument(help="configs/cluster.toml", exists=True, dir_okay=False)]
+SpecFile = Annotated[
+    Path, typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.", exists=True, dir_okay=False)
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Stay until it is done or halted; Ctrl-C leaves it going on.")]
 WaitS = Annotated[float, typer.Option("--timeout", help="Seconds that --wait stays.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tidal_connector.cli import hugepage_lines
 from tidal_connector.cli.doctor.facts import Facts, HugePages
-from tidal_connector.cli.doctor.finding import Finding, State, fail, good, warn
+from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.wishes import PoolWish, Wishes
 from tidal_connector.config import PageKind
 from tidal_connector.memory.report import GIB, MIB, size_text
@@ -170,9 +170,3 @@ def check_limits(facts: Facts, _: Wishes) -> list[Finding]:
         text = f"{facts.open_files} open files; a stream takes three in the proxy"
         lines.append(warn("limits", text, f"ulimit -n {_ENOUGH_FILES * 8} (systemd: LimitNOFILE={_ENOUGH_FILES * 8})"))
     return lines or [good("limits", f"open files {facts.open_files or 'unlimited'}, shared memory")]
-
-
-def worst(lines: list[Finding]) -> State:
-    """Return the worst state of some findings."""
-    order = list(State)
-    return max((line.state for line in lines), key=order.index, default=State.PASS)
