@@ -8,7 +8,9 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.proxy.dashboard_world import Clock, Scene
+from tidal_connector.proxy.dashboard import page as page_module
 from tidal_connector.proxy.dashboard import sampler as sampler_module
 from tidal_connector.proxy.dashboard.answer import Answer
 from tidal_connector.proxy.dashboard.history import KEEP_S, MOST_LOOKS, STRETCHES
@@ -479,6 +482,14 @@ def test_the_script_never_makes_markup_of_text() -> None:
     (page,) = served(Scene(), "/dashboard")
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser"):
         assert way not in page.text
+
+
+def test_every_file_of_the_page_is_in_it_and_goes_with_the_package() -> None:
+    folder = Path(page_module.__file__).with_name("static")
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"index.html", *page_module.SCRIPTS, *page_module.STYLES}
+    tracked = subprocess.run(["git", "ls-files", folder], cwd=folder, capture_output=True, text=True, check=True)
+    assert {Path(line).name for line in tracked.stdout.splitlines()} == there, "what git ignores is not in a wheel"
 
 
 def test_names_of_others_stay_within_their_json_strings() -> None:

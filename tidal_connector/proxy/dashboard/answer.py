@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page is told, as values: the form of ``/dashboard/data``. ``page/*.js`` reads it and nothing else."""
+"""What the page is told, as values: the form of ``/dashboard/data``. ``static/*.js`` reads it and nothing else."""
 
 from __future__ import annotations
 

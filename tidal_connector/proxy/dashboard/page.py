@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the files of ``page/`` into one self-contained HTML text, and says what a browser may do with it.
+"""Joins the files of ``static/`` into one self-contained HTML text, and says what a browser may do with it.
 
 The page's script and style are allowed by their digests, everything else is forbidden; nothing is fetched but the data.
 """
@@ -42,7 +42,7 @@ GUARD = {
 
 def build_page() -> Page:
     """Read the files of the package and join them."""
-    folder = files(__package__).joinpath("page")
+    folder = files(__package__).joinpath("static")
     style = _joined(folder, STYLES)
     script = "(() => {\n'use strict';\n" + _joined(folder, SCRIPTS) + "})();\n"
     for name, text in (("style", style), ("script", script)):
