@@ -11,7 +11,17 @@ import pytest
 
 from tests.cli.machines import POOL, asks, machine, registry
 from tidal_connector.cli.doctor.examine import examine
-from tidal_connector.cli.doctor.facts import Ascend, Clock, Facts, HugeMount, HugePages, Listener, NumaNode, RdmaDevice
+from tidal_connector.cli.doctor.facts import (
+    Ascend,
+    Clock,
+    Facts,
+    HugeMount,
+    HugePages,
+    HugeUser,
+    Listener,
+    NumaNode,
+    RdmaDevice,
+)
 from tidal_connector.cli.doctor.finding import Finding, State
 from tidal_connector.cli.doctor.wishes import AddressWish, PoolWish, PortWish, Wishes
 from tidal_connector.config import PageKind, Protocol
@@ -166,6 +176,17 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         State.WARN,
         "2048 wanted (4 GiB), 40 free, 60 are taken; the rest falls back",
         "vm.nr_hugepages=2108; at boot: hugepagesz=2M hugepages=2108; over reboots: echo vm.nr_hugepages=2108 > /etc",
+    ),
+    "hugepages are held by others": (
+        {
+            "hugepages": (HugePages(2 * MIB, 100, 40, {0: 40}),),
+            "huge_users": (HugeUser(71, "postgres -D x", 120 * MIB),),
+        },
+        asks(POOL),
+        "hugepages 2 MiB",
+        State.WARN,
+        "60 are taken by pid 71 (postgres -D x) 120 MiB; the rest",
+        "vm.nr_hugepages=2108",
     ),
     "hugepages are demanded": (
         {"hugepages": ()},

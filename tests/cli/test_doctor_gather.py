@@ -78,6 +78,17 @@ def test_hugepages_with_their_nodes_and_the_container_s_limit(tmp_path: Path) ->
     assert facts.pages(512 * MIB) == HugePages(512 * MIB, 0, 0)
 
 
+def test_who_holds_hugepages(tmp_path: Path) -> None:
+    files = {
+        "proc/5/status": "Name:\ta\nHugetlbPages:\t    4096 kB\n",
+        "proc/5/cmdline": "python\0-m\0x",
+        "proc/6/status": "Name:\tb\nHugetlbPages:\t       0 kB\n",
+        "proc/7/status": "Name:\tc\nHugetlbPages:\t    8192 kB\n",
+    }
+    users = facts_of(tmp_path, files).huge_users
+    assert [(user.pid, user.command, user.bytes) for user in users] == [(7, "", 8 * MIB), (5, "python -m x", 4 * MIB)]
+
+
 @pytest.mark.parametrize(
     ("cgroup", "files", "limit"),
     [

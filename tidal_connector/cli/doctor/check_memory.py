@@ -11,6 +11,7 @@ from tidal_connector.config import PageKind
 from tidal_connector.memory.report import GIB, MIB, size_text
 
 _PAGE_OF = {PageKind.HUGE_2M: 2 * MIB, PageKind.HUGE_1G: GIB}
+_HOLDERS = 3  # that are named
 _ENOUGH_SHARED = GIB
 _ENOUGH_FILES = 8192
 
@@ -49,7 +50,7 @@ def _reserved(have: HugePages, pools: list[PoolWish], facts: Facts) -> list[Find
     lines = []
     if have.free < need:
         total = have.total + need - have.free
-        held = f", {have.total - have.free} are taken" if have.total > have.free else ""
+        held = f", {have.total - have.free} are taken{_holders(facts)}" if have.total > have.free else ""
         then = "; pool.pages demands them" if demanded else "; the rest falls back to other pages"
         fix = (
             f"now: {hugepage_lines.reserve_now_line(total, have.page)}; at boot: "
@@ -75,6 +76,12 @@ def _reserved(have: HugePages, pools: list[PoolWish], facts: Facts) -> list[Find
         over = sum(-pool.bytes % have.page for pool in pools)
         lines.append(warn(name, f"pool.bytes is no multiple of the page: {size_text(over)} stay unused", "round it"))
     return lines
+
+
+def _holders(facts: Facts) -> str:
+    """Name those that hold hugepages: an engine of these very settings that is running already is no fault."""
+    named = [f"pid {user.pid} ({user.command}) {size_text(user.bytes)}" for user in facts.huge_users[:_HOLDERS]]
+    return f" by {', '.join(named)}" if named else ""
 
 
 def _no_room(pages: int, page: int, room: int) -> Finding:

@@ -29,6 +29,14 @@ class HugePages(msgspec.Struct, frozen=True):
     used: int = 0
 
 
+class HugeUser(msgspec.Struct, frozen=True):
+    """A process that holds hugepages: its id, its command line, shortened, and the bytes."""
+
+    pid: int
+    command: str
+    bytes: int
+
+
 class HugeMount(msgspec.Struct, frozen=True):
     """A path that settings name, as a place for a hugetlbfs file.
 
@@ -146,6 +154,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         packages: versions of the installed distributions that matter, by name.
         imports: what importing a module said, by module; empty text: it can be imported.
         hugepages: by size.
+        huge_users: processes that hold hugepages, the largest first.
         mounts: paths of hugetlbfs that settings name, by path.
         transparent: whether transparent hugepages can be asked for.
         memory, available: bytes of ordinary memory, and what can still be had, memory cgroups included; None: unknown.
@@ -168,6 +177,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     packages: Mapping[str, str] = {}
     imports: Mapping[str, str] = {}
     hugepages: tuple[HugePages, ...] = ()
+    huge_users: tuple[HugeUser, ...] = ()
     mounts: Mapping[str, HugeMount] = {}
     transparent: bool = False
     memory: int | None = None

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tidal_connector.cli.doctor.clock import read_clock
-from tidal_connector.cli.doctor.facts import Ascend, Facts, HugeMount, HugePages, NumaNode, RdmaDevice
-from tidal_connector.cli.doctor.sockets import listeners
+from tidal_connector.cli.doctor.facts import Ascend, Facts, HugeMount, HugePages, HugeUser, NumaNode, RdmaDevice
+from tidal_connector.cli.doctor.sockets import command_of, listeners
 from tidal_connector.cli.doctor.wishes import Wishes
 from tidal_connector.config import child_environment
 from tidal_connector.memory.machine import Machine
@@ -57,6 +57,7 @@ def gather(root: Path, wishes: Wishes) -> Facts:
         packages=_packages(),
         imports={name: _import(code) for name, code in IMPORTS.items()},
         hugepages=_hugepages(root, machine),
+        huge_users=_huge_users(root),
         mounts={path: _mount(machine, path) for pool in wishes.pools if (path := pool.path)},
         transparent=machine.transparent(),
         memory=_meminfo(root, "MemTotal"),
@@ -122,6 +123,16 @@ def _hugepages(root: Path, machine: Machine) -> tuple[HugePages, ...]:
         total = _number(path / "nr_hugepages")
         found.append(HugePages(page, total, machine.free_hugepages(page), nodes, limit, used))
     return tuple(found)
+
+
+def _huge_users(root: Path) -> tuple[HugeUser, ...]:
+    found = []
+    for status in (root / "proc").glob("[0-9]*/status"):
+        held = re.search(r"(?m)^HugetlbPages:\s+([1-9]\d*) kB", _text(status))
+        if held:
+            pid = int(status.parent.name)
+            found.append(HugeUser(pid, command_of(root, pid), int(held[1]) << 10))
+    return tuple(sorted(found, key=lambda user: -user.bytes))
 
 
 def _mount(machine: Machine, path: str) -> HugeMount:

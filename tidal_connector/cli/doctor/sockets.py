@@ -32,7 +32,7 @@ def listeners(root: Path) -> Iterator[Listener]:
     owners = _owners(root, {inode for _, _, inode in found})
     for address, port, inode in sorted(found):
         pid = owners.get(inode, 0)
-        yield Listener(address, port, pid, _command(root, pid) if pid else "")
+        yield Listener(address, port, pid, command_of(root, pid) if pid else "")
 
 
 def covers(listener: Listener, host: str) -> bool:
@@ -61,7 +61,8 @@ def _owners(root: Path, inodes: set[int]) -> dict[int, int]:
     return found
 
 
-def _command(root: Path, pid: int) -> str:
+def command_of(root: Path, pid: int) -> str:
+    """Return a process's command line, shortened; empty where it cannot be read."""
     try:
         words = (root / f"proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
