@@ -216,7 +216,10 @@ def rollout(
     model: Annotated[Path | None, typer.Option(help="--real: take this checkpoint instead of making one.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="apply, agent, etcd, never-ready, wrong or layout; repeatable; all (--real: apply)."),
+        typer.Option(
+            help="apply, agent, etcd, mixed (an agent, then etcd), never-ready, wrong or layout; repeatable; "
+            "all but mixed (--real: apply) where not said."
+        ),
     ] = None,
     no_etcd: Annotated[bool, typer.Option("--no-etcd", help="A folder as the registry instead of etcd.")] = False,
     keep: Annotated[Path | None, typer.Option(help="Work in this folder and keep it: logs, records, data.")] = None,

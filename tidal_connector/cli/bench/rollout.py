@@ -318,6 +318,13 @@ def _etcd(bench: Bench) -> list[Scenario]:
     ]
 
 
+def _mixed(bench: Bench) -> list[Scenario]:
+    return [
+        bench.scenario("apply, conducting agent killed -9", bench.apply(bench.spec("h")), midway=bench.kill_conductor),
+        bench.scenario("undo, etcd killed -9", bench.undo, midway=bench.restart_etcd),
+    ]
+
+
 def _never_ready(bench: Bench) -> list[Scenario]:
     more = ["--no-such-option"] if bench.options.real else ["--never-ready"]
     return [
@@ -345,6 +352,7 @@ SCENARIOS: dict[str, Callable[[Bench], list[Scenario]]] = {
     "apply": _apply_and_undo,
     "agent": _agent,
     "etcd": _etcd,
+    "mixed": _mixed,
     "never-ready": _never_ready,
     "wrong": _wrong,
     "layout": _layout,
@@ -352,4 +360,4 @@ SCENARIOS: dict[str, Callable[[Bench], list[Scenario]]] = {
 
 
 def _default(real: bool) -> Sequence[str]:
-    return ("apply",) if real else tuple(SCENARIOS)
+    return ("apply",) if real else tuple(name for name in SCENARIOS if name != "mixed")
