@@ -34,13 +34,13 @@ def copy_case(**changes: Any) -> CopyCase:
         rows=16384,
         gather_gb_per_s=around(10.0),
         memcpy_gb_per_s=around(12.0),
-        memcpy_by="torch copy_",
-        contiguous_gb_per_s={"memcpy": around(11.0), "torch copy_": around(12.0)},
+        torch_copy_gb_per_s=around(13.0),
         index_select_gb_per_s=around(3.0),
         index_select_to_slots_gb_per_s=around(2.0),
         gather_over_memcpy=around(0.83),
-        gather_over_torch_index_select=around(3.3),
-        gather_over_torch_to_slots=around(5.0),
+        gather_over_torch_copy=around(0.77),
+        gather_over_torch_index_select=around(5.0),
+        gather_over_torch_index_select_dense=around(3.3),
     )
     return msgspec.structs.replace(found, **changes)
 

@@ -34,6 +34,7 @@ from tidal_connector.config import PoolConfig, parse_bytes
 from tidal_connector.errors import ConfigError
 from tidal_connector.memory.region import MemoryRegion, open_region
 
+LAYERS = 61
 ROW_BYTES = (1152, 656)
 BATCHES = (1, 8)
 THREADS = (1, 2)
@@ -67,14 +68,16 @@ def run_gather(options: GatherOptions, console: Console) -> Gather:
         TidalError: an operator did something else than what it was compared with.
     """
     size = parse_bytes("--pool", options.pool)
-    needed = max(ROW_BYTES) * options.top_k * max(BATCHES)
+    needed = LAYERS * max(ROW_BYTES) * options.top_k * max(BATCHES)
     if not 64 <= options.top_k <= 2048 or options.top_k % 64 or options.repetitions < 1:
         raise ConfigError(
             f"--top-k {options.top_k} --repetitions {options.repetitions}: expected a multiple of 64 from 64 to 2048, "
             "and at least 1"
         )
     if size < needed:
-        raise ConfigError(f"--pool {options.pool}: expected at least {needed} bytes, the rows of one batch")
+        raise ConfigError(
+            f"--pool {options.pool}: expected at least {needed} bytes, the rows of one batch in each of {LAYERS} layers"
+        )
     machine = machine_facts()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
@@ -126,7 +129,7 @@ def _copies(
     fill(memory)
     for row_bytes in ROW_BYTES:
         for batch in BATCHES:
-            bench = CopyBench(memory, row_bytes, options.top_k, options.slots, batch, options.seed)
+            bench = CopyBench(memory, LAYERS, row_bytes, options.top_k, options.slots, batch, options.seed)
             for threads in THREADS:
                 tell(f"gather {row_bytes} B, batch {batch}, {threads} threads")
                 yield bench.case(threads, options.repetitions, done)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the copy of missed rows into their slots, in turn with memcpy and with torch. One thread, and those it is told.
 
-Every contender moves as many bytes out of the same pool into the same cache; rows and slots are drawn anew for each
-timing, so that nothing of them is in the processor's caches.
+The pool holds so many layers, as an engine's does, and each timing works on the next of them, its slots and its rows
+drawn anew: a decode step comes back to a layer only after all others, so that nothing of it is in the processor's
+caches any more. Every contender moves as many bytes from a layer's pages to where its slots are.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from tidal_connector.cli.bench.figures import spread
 from tidal_connector.cli.bench.gather_report import CopyCase
 from tidal_connector.cli.bench.rounds import Contender, interleaved
 from tidal_connector.errors import TidalError
+from tidal_connector.selection.budget import slot_bytes
+
+Rows = npt.NDArray[np.uint8]
 
 _GB = 1e9
 _SETTLE_S = 0.01
-_CONTIGUOUS = ("memcpy", "torch copy_")
+_COLD_BYTES = 256 << 20  # eight times the last-level cache of the machines that this was measured on
 _NATIVE = ops.Implementation.NATIVE
 
 _memcpy = ctypes.CDLL(None).memcpy  # releases the interpreter, as the operators do
@@ -35,7 +39,8 @@ class CopyBench:
     """One pool and one cache of slots, seen as rows of one size.
 
     Args:
-        memory: the pool, flat uint8.
+        memory: the pool, flat uint8; its layers lie one behind the other.
+        layers: of the pool.
         row_bytes: bytes of a row.
         top_k: rows that each request misses.
         slots: slots of each request.
@@ -44,15 +49,26 @@ class CopyBench:
     """
 
     def __init__(
-        self, memory: npt.NDArray[np.uint8], row_bytes: int, top_k: int, slots: int, batch: int, seed: int
+        self,
+        memory: npt.NDArray[np.uint8],
+        layers: int,
+        row_bytes: int,
+        top_k: int,
+        slots: int,
+        batch: int,
+        seed: int,
     ) -> None:
         self._generator = np.random.default_rng(seed)
-        count = len(memory) // row_bytes
-        self._pool = memory[: count * row_bytes].reshape(count, row_bytes)
+        count = len(memory) // layers // row_bytes
+        self._pools = memory[: layers * count * row_bytes].reshape(layers, count, row_bytes)
         self._top_k, self._slots, self._batch = top_k, slots, batch
         self._rows = batch * top_k
-        self._cache = torch.zeros((batch * slots, row_bytes), dtype=torch.uint8).numpy()
-        self._dense = torch.zeros((self._rows, row_bytes), dtype=torch.uint8).numpy()
+        width = slot_bytes(row_bytes)
+        # All layers' slots would take gigabytes; this many are out of the caches, too, when their turn comes again.
+        kept = min(layers, max(2, _COLD_BYTES // (batch * slots * width)))
+        self._slots_of = torch.ones((kept, batch * slots, width), dtype=torch.uint8).numpy()
+        self._dense_of = torch.ones((kept, self._rows, row_bytes), dtype=torch.uint8).numpy()
+        self._turn = 0
         # Rows of 1,152 bytes are bfloat16, and torch sees them as the engine does.
         self._element = torch.bfloat16 if row_bytes == 1152 else torch.uint8
 
@@ -72,51 +88,56 @@ class CopyBench:
                 seconds = interleaved(contenders, repetitions, done, settle_s=_SETTLE_S)
         finally:
             torch.set_num_threads(before)
-        moved = self._rows * self._pool.shape[1] / _GB
+        moved = self._rows * self._pools.shape[2] / _GB
         rates = {name: [moved / each for each in values] for name, values in seconds.items()}
-        # Which of the two moves bytes faster depends on their number and the threads; the faster one counts.
-        by = max(_CONTIGUOUS, key=lambda name: spread(rates[name]).median)
 
         def over(other: str) -> list[float]:
             return [mine / theirs for mine, theirs in zip(rates["gather"], rates[other], strict=True)]
 
         return CopyCase(
-            row_bytes=self._pool.shape[1],
+            row_bytes=self._pools.shape[2],
             batch=self._batch,
             threads=threads,
             rows=self._rows,
             gather_gb_per_s=spread(rates["gather"]),
-            memcpy_gb_per_s=spread(rates[by]),
-            memcpy_by=by,
-            contiguous_gb_per_s={name: spread(rates[name]) for name in _CONTIGUOUS},
+            memcpy_gb_per_s=spread(rates["memcpy"]),
+            torch_copy_gb_per_s=spread(rates["torch copy_"]),
             index_select_gb_per_s=spread(rates["index_select"]),
             index_select_to_slots_gb_per_s=spread(rates["index_select, index_copy_"]),
-            gather_over_memcpy=spread(over(by)),
-            gather_over_torch_index_select=spread(over("index_select")),
-            gather_over_torch_to_slots=spread(over("index_select, index_copy_")),
+            gather_over_memcpy=spread(over("memcpy")),
+            gather_over_torch_copy=spread(over("torch copy_")),
+            gather_over_torch_index_select=spread(over("index_select, index_copy_")),
+            gather_over_torch_index_select_dense=spread(over("index_select")),
         )
 
+    def _next(self) -> tuple[Rows, Rows, Rows]:
+        """Return the next layer's rows in the pool, its slots (without their padding), and a dense buffer."""
+        self._turn += 1
+        kept, layers, row_bytes = len(self._slots_of), len(self._pools), self._pools.shape[2]
+        slots = self._slots_of[self._turn % kept, :, :row_bytes]
+        return self._pools[self._turn % layers], slots, self._dense_of[self._turn % kept]
+
     def _draw(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return random pool rows, and for each a slot of its request, no slot twice."""
-        rows = self._generator.integers(0, len(self._pool), self._rows)
+        """Return random rows of a layer, and for each a slot of its request, no slot twice."""
+        rows = self._generator.integers(0, self._pools.shape[1], self._rows)
         slots = [
             request * self._slots + self._generator.permutation(self._slots)[: self._top_k]
             for request in range(self._batch)
         ]
         return rows, np.concatenate(slots)
 
-    def _neighbours(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Return as many bytes in one piece of the pool, and of the cache."""
-        start = int(self._generator.integers(0, len(self._pool) - self._rows + 1))
-        to = int(self._generator.integers(0, len(self._cache) - self._rows + 1))
-        source, destination = self._pool[start : start + self._rows], self._cache[to : to + self._rows]
-        return source.reshape(-1), destination.reshape(-1)
+    def _neighbours(self) -> tuple[Rows, Rows]:
+        """Return as many bytes in one piece of a layer's pages, and where they go."""
+        pool, _, dense = self._next()
+        start = int(self._generator.integers(0, len(pool) - self._rows + 1))
+        return pool[start : start + self._rows].reshape(-1), dense.reshape(-1)
 
     def _gather(self, threads: int) -> Callable[[], None]:
-        rows, slots = self._draw()
+        rows, places = self._draw()
+        pool, slots, _ = self._next()
 
         def act() -> None:
-            ops.copy_rows(self._pool, rows, self._cache, slots, threads=threads, implementation=_NATIVE)
+            ops.copy_rows(pool, rows, slots, places, threads=threads, implementation=_NATIVE)
 
         return act
 
@@ -140,17 +161,18 @@ class CopyBench:
 
     def _index_select(self) -> Callable[[], object]:
         rows, _ = self._draw()
-        pool, dense, index = self._seen(self._pool), self._seen(self._dense), torch.from_numpy(rows)
+        pool, _, dense = map(self._seen, self._next())
+        index = torch.from_numpy(rows)
         return lambda: torch.index_select(pool, 0, index, out=dense)
 
     def _index_select_to_slots(self) -> Callable[[], object]:
-        rows, slots = self._draw()
-        pool, dense, cache = (self._seen(each) for each in (self._pool, self._dense, self._cache))
-        index, places = torch.from_numpy(rows), torch.from_numpy(slots)
+        rows, places = self._draw()
+        pool, slots, dense = map(self._seen, self._next())
+        index, to = torch.from_numpy(rows), torch.from_numpy(places)
 
         def act() -> None:
             torch.index_select(pool, 0, index, out=dense)
-            cache.index_copy_(0, places, dense)
+            slots.index_copy_(0, to, dense)
 
         return act
 
@@ -163,11 +185,12 @@ class CopyBench:
         Raises:
             TidalError: they differ.
         """
-        rows, slots = self._draw()
-        self._cache.fill(0)
-        ops.copy_rows(self._pool, rows, self._cache, slots, implementation=_NATIVE)
-        if not np.array_equal(self._cache[slots], self._pool[rows]):
-            raise TidalError(f"rows of {self._pool.shape[1]} bytes: other bytes lie in the slots than in the pool")
+        rows, places = self._draw()
+        pool, slots, _ = self._next()
+        slots.fill(0)
+        ops.copy_rows(pool, rows, slots, places, implementation=_NATIVE)
+        if not np.array_equal(slots[places], pool[rows]):
+            raise TidalError(f"rows of {pool.shape[1]} bytes: other bytes lie in the slots than in the pool")
 
 
 def fill(memory: npt.NDArray[np.uint8]) -> None:

@@ -36,7 +36,11 @@ def _speeds(found: Gather, axes: Axes) -> None:
         [
             ("memcpy of as many bytes", OTHER, [case.memcpy_gb_per_s.median for case in found.copies]),
             ("gather", OURS, [case.gather_gb_per_s.median for case in found.copies]),
-            ("torch index_select", THIRD, [case.index_select_gb_per_s.median for case in found.copies]),
+            (
+                "torch: index_select, index_copy_",
+                THIRD,
+                [case.index_select_to_slots_gb_per_s.median for case in found.copies],
+            ),
         ],
     )
 

@@ -26,13 +26,14 @@ class CopyCase(msgspec.Struct, frozen=True):
         threads: of every contender.
         rows: rows of one timing.
         gather_gb_per_s: ``ops.copy_rows``, bytes of rows per second in units of 10^9.
-        memcpy_gb_per_s: as many bytes in one piece, out of the same pool into the same cache.
-        memcpy_by: the faster of ``memcpy`` (a call for each thread, by Python's) and ``torch copy_`` (by OpenMP's).
-        contiguous_gb_per_s: both of them.
+        memcpy_gb_per_s: as many bytes in one piece, a call of libc's memcpy for each thread.
+        torch_copy_gb_per_s: the same by torch's ``copy_``, whose OpenMP threads still spin after the call before.
         index_select_gb_per_s: ``torch.index_select`` into a dense buffer that exists: half of the work.
         index_select_to_slots_gb_per_s: the same, and ``index_copy_`` from there into the slots: all of the work.
-        gather_over_memcpy, gather_over_torch_index_select, gather_over_torch_to_slots: median of the ratios within a
-            round.
+        gather_over_memcpy, gather_over_torch_copy: the gather over each.
+        gather_over_torch_index_select: over torch's way to put the rows into slots.
+        gather_over_torch_index_select_dense: over the half of it that leaves them in a dense buffer.
+            All of them: the median of the ratios within a round.
     """
 
     row_bytes: int
@@ -41,13 +42,13 @@ class CopyCase(msgspec.Struct, frozen=True):
     rows: int
     gather_gb_per_s: Spread
     memcpy_gb_per_s: Spread
-    memcpy_by: str
-    contiguous_gb_per_s: dict[str, Spread]
+    torch_copy_gb_per_s: Spread
     index_select_gb_per_s: Spread
     index_select_to_slots_gb_per_s: Spread
     gather_over_memcpy: Spread
+    gather_over_torch_copy: Spread
     gather_over_torch_index_select: Spread
-    gather_over_torch_to_slots: Spread
+    gather_over_torch_index_select_dense: Spread
 
     def label(self) -> str:
         """Return the case in a few words, for a picture."""
@@ -113,8 +114,9 @@ class Gather(msgspec.Struct, frozen=True):
 
     Attributes:
         gather_over_memcpy: speed of the gather over memcpy's.
-        gather_over_torch_index_select: over ``torch.index_select`` alone, which leaves the rows in a dense buffer.
-        gather_over_torch_to_slots: over ``torch.index_select`` and ``index_copy_``, which do what the gather does.
+        gather_over_torch_copy: over that of torch's ``copy_``.
+        gather_over_torch_index_select: over ``torch.index_select`` and ``index_copy_``, which do what the gather does.
+        gather_over_torch_index_select_dense: over the former alone, which leaves the rows in a dense buffer.
         resolve_us_per_row: of one thread and the largest batch.
         resolve_over_numpy: speed of resolve over that of numpy with as little state.
         resolve_over_numpy_map: over numpy with an entry for every position of the context.
@@ -128,8 +130,9 @@ class Gather(msgspec.Struct, frozen=True):
     """
 
     gather_over_memcpy: float
+    gather_over_torch_copy: float
     gather_over_torch_index_select: float
-    gather_over_torch_to_slots: float
+    gather_over_torch_index_select_dense: float
     resolve_us_per_row: Spread
     resolve_over_numpy: float
     resolve_over_numpy_map: float
@@ -152,9 +155,8 @@ class Gather(msgspec.Struct, frozen=True):
             found.append(f"gather reaches {self.gather_over_memcpy:.2f} of memcpy; expected at least {MEMCPY_BOUND}")
         if self.gather_over_torch_index_select < TORCH_BOUND:
             found.append(
-                f"gather is {self.gather_over_torch_index_select:.2f} x as fast as index_select into a dense buffer "
-                f"({self.gather_over_torch_to_slots:.2f} x with index_copy_ into the slots); expected at least "
-                f"{TORCH_BOUND:g}"
+                f"gather is {self.gather_over_torch_index_select:.2f} x as fast as torch's index_select and "
+                f"index_copy_; expected at least {TORCH_BOUND:g}"
             )
         if self.resolve_over_numpy < NUMPY_BOUND:
             found.append(
@@ -190,8 +192,9 @@ def gather_result(
     times = [point.us_per_row.median for point in swept]
     return Gather(
         gather_over_memcpy=worst(lambda case: case.gather_over_memcpy),
+        gather_over_torch_copy=worst(lambda case: case.gather_over_torch_copy),
         gather_over_torch_index_select=worst(lambda case: case.gather_over_torch_index_select),
-        gather_over_torch_to_slots=worst(lambda case: case.gather_over_torch_to_slots),
+        gather_over_torch_index_select_dense=worst(lambda case: case.gather_over_torch_index_select_dense),
         resolve_us_per_row=max(
             (case for case in resolved if case.threads == 1), key=lambda case: case.batch
         ).us_per_row,

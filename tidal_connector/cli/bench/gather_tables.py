@@ -19,7 +19,7 @@ def show(found: Gather, console: Console) -> None:
     if not found.shortcomings():
         console.print(
             f"[bold green]within the bounds[/]: {found.gather_over_memcpy:.2f} of memcpy, "
-            f"{found.gather_over_torch_index_select:.1f} x index_select, resolve {found.resolve_over_numpy:.1f} x "
+            f"{found.gather_over_torch_index_select:.1f} x torch, resolve {found.resolve_over_numpy:.1f} x "
             f"numpy, contexts within {found.resolve_flatness:.2f} x"
         )
 
@@ -27,8 +27,8 @@ def show(found: Gather, console: Console) -> None:
 def _copies(found: Gather) -> Table:
     table = Table(
         title=f"gather of {found.top_k:,} missed rows per request into random slots",
-        caption=f"GB/s, medians of {found.repetitions} rounds (min to max); *: torch's copy_ was faster than memcpy. "
-        f"{found.pool}. {found.machine.line()}.",
+        caption=f"GB/s, medians of {found.repetitions} rounds (min to max); each ratio is the gather over what stands "
+        f"before it. to slots: index_select, then index_copy_. {found.pool}. {found.machine.line()}.",
     )
     for heading in (
         "row B",
@@ -37,9 +37,11 @@ def _copies(found: Gather) -> Table:
         "gather",
         "memcpy",
         "ratio",
-        "index_select",
+        "copy_",
         "ratio",
         "to slots",
+        "ratio",
+        "index_select",
         "ratio",
     ):
         table.add_column(heading.replace("_", "_\n"), justify="right")
@@ -49,12 +51,14 @@ def _copies(found: Gather) -> Table:
             str(case.batch),
             str(case.threads),
             f"{case.gather_gb_per_s.median:.1f}",
-            f"{case.memcpy_gb_per_s.median:.1f}{'' if case.memcpy_by == 'memcpy' else ' *'}",
+            f"{case.memcpy_gb_per_s.median:.1f}",
             case.gather_over_memcpy.text(2),
-            f"{case.index_select_gb_per_s.median:.1f}",
-            f"{case.gather_over_torch_index_select.median:.1f}",
+            f"{case.torch_copy_gb_per_s.median:.1f}",
+            f"{case.gather_over_torch_copy.median:.2f}",
             f"{case.index_select_to_slots_gb_per_s.median:.1f}",
-            f"{case.gather_over_torch_to_slots.median:.1f}",
+            f"{case.gather_over_torch_index_select.median:.1f}",
+            f"{case.index_select_gb_per_s.median:.1f}",
+            f"{case.gather_over_torch_index_select_dense.median:.1f}",
         )
     return table
 
