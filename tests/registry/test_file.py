@@ -16,6 +16,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.registry.beds import GONE, TTL, Seen
 from tidal_connector.errors import RegistryLost
+from tidal_connector.registry import file as file_store
 from tidal_connector.registry.base import ABSENT, Put
 from tidal_connector.registry.file import FileStore
 
@@ -35,7 +36,7 @@ from tidal_connector.errors import Conflict
 from tidal_connector.registry.base import Put
 from tidal_connector.registry.file import FileStore
 store = FileStore(Path(sys.argv[1]))
-for _ in range(50):
+for _ in range(30):
     while True:
         entry = store.read("n").entries["n"]
         try:
@@ -53,9 +54,9 @@ def python(code: str, folder: Path) -> subprocess.Popen[bytes]:
 def test_processes_count_together(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         store.write([Put("n", b"0")])
-        processes = [python(COUNTER, tmp_path) for _ in range(3)]
-        assert [process.wait(60) for process in processes] == [0, 0, 0]
-        assert {key: each.value for key, each in store.read("").entries.items()} == {"n": b"150", "m": b"149"}
+        processes = [python(COUNTER, tmp_path) for _ in range(2)]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        assert {key: each.value for key, each in store.read("").entries.items()} == {"n": b"60", "m": b"59"}
 
 
 def test_a_killed_process_is_gone_within_its_ttl(tmp_path: Path) -> None:
@@ -103,13 +104,14 @@ def test_leases_of_an_earlier_boot_have_ended(tmp_path: Path) -> None:
         FileStore(tmp_path).write([Put("h", b"2")], {"h": ABSENT})
 
 
-def test_a_lock_that_is_not_let_go_is_said(tmp_path: Path) -> None:
+def test_a_lock_that_is_not_let_go_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_store, "_LOCK_S", 0.4)
     with FileStore(tmp_path) as store, (tmp_path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         began = time.monotonic()
-        with pytest.raises(RegistryLost, match="lock: held for over 3 s"):
+        with pytest.raises(RegistryLost, match=r"lock: held for over 0\.4 s"):
             store.read("")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 1.5
 
 
 def test_files_of_strangers_are_entries_that_nobody_holds(tmp_path: Path) -> None:

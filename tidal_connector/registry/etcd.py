@@ -42,7 +42,12 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new connection begins without the back-off of the one that failed
     ("grpc.enable_http_proxy", 0),  # etcd is in the cluster, whatever the environment says of the internet
 )
-_GIVE_UP = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+_Code = grpc.StatusCode
+# etcd's own answers; after any other code the connection is not to be trusted.
+_ANSWERS = {
+    *(_Code.INVALID_ARGUMENT, _Code.NOT_FOUND, _Code.ALREADY_EXISTS, _Code.FAILED_PRECONDITION, _Code.OUT_OF_RANGE),
+    *(_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED, _Code.RESOURCE_EXHAUSTED),
+}
 _LOG_IN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 
 
@@ -205,7 +210,7 @@ class EtcdClient:
         keys = sorted({*expect, *unleased})
         look = [etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=key)) for key in keys]
         request = etcdrpc.TxnRequest(compare=compare, success=[_operation(each) for each in writes], failure=look)
-        answer = self._call(lambda line: line.txn, request)
+        answer = self._call(lambda line: line.txn, request, again=False)
         if answer.succeeded:
             return None
         return {kv.key: _found(kv) for each in answer.responses for kv in each.response_range.kvs}
@@ -282,35 +287,47 @@ class EtcdClient:
 
     # --- one call ---
 
-    def _call(self, method: Callable[[_Line], Any], request: Any) -> Any:
+    def _call(self, method: Callable[[_Line], Any], request: Any, again: bool = True) -> Any:
         return self._bounded(
-            lambda line, deadline: method(line)(request, timeout=_left(deadline), metadata=line.metadata)
+            lambda line, deadline: method(line)(request, timeout=_left(deadline), metadata=line.metadata), again
         )
 
-    def _bounded(self, ask: Callable[[_Line, float], Answer]) -> Answer:
-        """Ask on the present connection; log in where that is asked for, and give the connection up where it is bad."""
+    def _bounded(self, ask: Callable[[_Line, float], Answer], again: bool = True) -> Answer:
+        """Ask on the present connection; log in where that is asked for, and give the connection up where it is bad.
+
+        Args:
+            ask: makes the call, with a line and until a deadline.
+            again: whether to ask once more where another thread gave this connection up meanwhile.
+        """
         deadline = time.monotonic() + self._timeout_s
         line = self._connected()
-        token = line.token
         try:
-            if self._config.user and token is None:
-                token = self._log_in(line, token, deadline)
-            try:
-                return ask(line, deadline)
-            except grpc.RpcError as error:
-                if not self._config.user or not any(text in _details(error) for text in _LOG_IN):
-                    raise
-                self._log_in(line, token, deadline)
-                return ask(line, deadline)
+            return self._logged_in(line, ask, deadline)
         except grpc.RpcError as error:
-            if error.code() in _GIVE_UP:
-                self._give_up(line)
-            if error.code() is grpc.StatusCode.NOT_FOUND:
+            if error.code() not in _ANSWERS:
+                mine = self._give_up(line)
+                if again and not mine and error.code() is _Code.CANCELLED:
+                    return self._bounded(ask, again=False)
+            if error.code() is _Code.NOT_FOUND:
                 raise LeaseGone(f"etcd at {line.target}: {_line_of(error)}") from None
             raise RegistryLost(f"etcd at {line.target}: {_line_of(error)}{self._hint(error)}") from None
         except ValueError as error:  # grpc says so when the channel was closed before the call
             self._give_up(line)
+            if again:
+                return self._bounded(ask, again=False)
             raise RegistryLost(f"etcd at {line.target}: {error}") from None
+
+    def _logged_in(self, line: _Line, ask: Callable[[_Line, float], Answer], deadline: float) -> Answer:
+        token = line.token
+        if self._config.user and token is None:
+            token = self._log_in(line, token, deadline)
+        try:
+            return ask(line, deadline)
+        except grpc.RpcError as error:
+            if not self._config.user or not any(text in _details(error) for text in _LOG_IN):
+                raise
+            self._log_in(line, token, deadline)
+            return ask(line, deadline)
 
     def _log_in(self, line: _Line, refused: str | None, deadline: float) -> str | None:
         """Get a token, unless another thread has just got one; return it (empty where etcd asks for none)."""
@@ -343,7 +360,7 @@ class EtcdClient:
             return "; check registry.user and registry.password_file"
         if "space exceeded" in details:
             return "; compact and defragment etcd, then disarm its alarm"
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not self._config.ca and "losed" in details:
+        if error.code() is _Code.UNAVAILABLE and not self._config.ca and "losed" in details:
             return "; if etcd speaks TLS, set registry.ca"
         return ""
 
@@ -368,14 +385,15 @@ class EtcdClient:
             raise RegistryLost(f"registry's TLS files: {error}") from None
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, certificate), options=_OPTIONS)
 
-    def _give_up(self, line: _Line) -> None:
-        """Close a connection, unless that was done; the next call tries the next endpoint."""
+    def _give_up(self, line: _Line) -> bool:
+        """Close a connection, unless that was done, and return whether; the next call tries the next endpoint."""
         with self._lock:
             if self._line is not line:
-                return
+                return False
             self._line = None
             self._next = (self._next + 1) % len(self._targets)
         line.channel.close()
+        return True
 
 
 def _operation(write: Write) -> Any:

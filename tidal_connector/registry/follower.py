@@ -13,6 +13,7 @@ from tidal_connector.registry.base import Snapshot, Watch
 _log = get_logger(__name__)
 
 _JOIN_S = 15.0
+_AFTER_FAULT_S = 1.0
 
 
 class Follower(Watch):
@@ -78,11 +79,13 @@ class Follower(Watch):
         """Interrupt ``_follow``; called by ``close``."""
 
     def _run(self) -> None:
-        try:
-            self._follow()
-        except Exception:
-            _log.exception("watch of %r ended by a fault of its own", self.prefix)
-            self.tell_lost("the watch has ended")
+        while not self._closed.is_set():
+            try:
+                self._follow()
+            except Exception as error:  # whatever it is, a watch that goes silent would be worse
+                _log.exception("watch of %r: a fault of its own; it begins anew", self.prefix)
+                self.tell_lost(f"a fault of its own: {error}")
+                self.rest(_AFTER_FAULT_S)
 
     def close(self) -> None:
         """End the watch; waits for a call that runs, unless it comes out of that call."""

@@ -166,7 +166,7 @@ class Keeper(Hold):
             self._step()
         try:
             self._lease.drop()
-        except RegistryLost as error:
+        except Exception as error:  # nobody waits for more than the end of this thread
             self._say(f"{self._key}: not withdrawn ({error}); it goes away by itself within {self._ttl_s:g} s")
 
     def _rest(self) -> bool:
@@ -187,6 +187,11 @@ class Keeper(Hold):
             stands = self._lease.renew() if fresh else self._lease.put(wanted)
         except RegistryLost as error:
             self._failed(str(error))
+            return
+        except Exception as error:  # whatever it is, an engine that can never come back would be worse
+            if not self._failures:
+                _log.exception("%s: a fault of the registry's own", self._key)
+            self._failed(f"a fault of its own: {error}")
             return
         with self._wake:
             self._failures = 0
