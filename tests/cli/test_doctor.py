@@ -23,7 +23,7 @@ from tidal_connector.cli.doctor.facts import (
     RdmaDevice,
 )
 from tidal_connector.cli.doctor.finding import Finding, State
-from tidal_connector.cli.doctor.wishes import AddressWish, PoolWish, PortWish, Wishes
+from tidal_connector.cli.doctor.wishes import AddressWish, PoolWish, PortRange, PortWish, Wishes
 from tidal_connector.config import PageKind, Protocol
 from tidal_connector.ids import EngineId, Role
 from tidal_connector.memory.report import GIB, MIB
@@ -196,6 +196,22 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         "4 wanted (4 GiB), 0 free",
         "hugepagesz=1G hugepages=4",
     ),
+    "a large pool boots with larger pages": (
+        {"available": 100 * GIB},
+        asks(PoolWish("d", 40 * GIB)),
+        "hugepages 2 MiB",
+        State.WARN,
+        "20480 wanted (40 GiB), 4096 free",
+        "now: sysctl -w vm.nr_hugepages=20480; at boot: hugepagesz=1G hugepages=40",
+    ),
+    "the agent's ports are the kernel's too": (
+        {},
+        asks(ranges=(PortRange("agent.toml", 32000, 33000),)),
+        "ports 32000",
+        State.WARN,
+        "overlap net.ipv4.ip_local_port_range = 32768 60999",
+        "another range",
+    ),
     "two pools on one machine": (
         {},
         asks(POOL, PoolWish("other.toml", 5 * GIB)),
@@ -206,7 +222,7 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
     ),
     "fr_46 hugepages cannot be reserved any more": (
         {"hugepages": (), "available": GIB},
-        asks(POOL),
+        asks(msgspec.structs.replace(POOL, pages=PageKind.HUGE_2M)),
         "hugepages",
         State.FAIL,
         "4 GiB are needed, 1 GiB are available",

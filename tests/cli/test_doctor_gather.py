@@ -235,6 +235,19 @@ def test_a_cluster_s_file_counts_the_engines_of_one_node(tmp_path: Path) -> None
     assert read_wishes([file], "file:///run/x").registry.url == "file:///run/x"  # type: ignore[union-attr]
 
 
+def test_an_agent_s_file_says_which_node_this_is(tmp_path: Path) -> None:
+    file, agent = tmp_path / "cluster.toml", tmp_path / "agent.toml"
+    file.write_text(CLUSTER)
+    for node, pools in (("a", 2), ("b", 1), ("c", 0)):
+        agent.write_text(f'node = "{node}"\nhost = "10.0.0.7"\n[registry]\nurl = "etcd://10.0.0.9:2379"\n')
+        wishes = read_wishes([file, agent])
+        assert (wishes.problems, len(wishes.pools), wishes.node) == ({}, pools, node)
+    assert [(each.first, each.last) for each in wishes.ranges] == [(21000, 21999)]
+    assert [(each.text, each.problem) for each in wishes.addresses] == [("10.0.0.7", "")]
+    example = read_wishes([ROOT / "configs/agent.toml", ROOT / "configs/cluster.toml"])
+    assert (example.problems, len(example.files)) == ({}, 2)
+
+
 def test_what_is_wrong_with_a_file_hides_no_other(tmp_path: Path) -> None:
     odd, broken = tmp_path / "odd.toml", tmp_path / "broken.toml"
     odd.write_text('engine = "e"\n[tidal.pol]\nbytes = 1\n')

@@ -52,15 +52,10 @@ def _reserved(have: HugePages, pools: list[PoolWish], facts: Facts) -> list[Find
         total = have.total + need - have.free
         held = f", {have.total - have.free} are taken{_holders(facts)}" if have.total > have.free else ""
         then = "; pool.pages demands them" if demanded else "; the rest falls back to other pages"
-        fix = (
-            f"now: {hugepage_lines.reserve_now_line(total, have.page)}; at boot: "
-            f"{hugepage_lines.boot_line(total, have.page)}"
-        )
-        if have.page == hugepage_lines.TWO_MIB:
-            fix += f"; over reboots: {hugepage_lines.keep_line(total)}"
+        fix = _lines_to_type(total, have.page, demanded)
         lines.append(say(name, f"{need} wanted ({size}), {have.free} free{held}{then}", fix))
         room = facts.available
-        if room is not None and room < (need - have.free) * have.page:
+        if demanded and room is not None and room < (need - have.free) * have.page:
             lines.append(_no_room(need - have.free, have.page, room))
     else:
         lines.append(good(name, f"{need} wanted ({size}), {have.free} free"))
@@ -76,6 +71,18 @@ def _reserved(have: HugePages, pools: list[PoolWish], facts: Facts) -> list[Find
         over = sum(-pool.bytes % have.page for pool in pools)
         lines.append(warn(name, f"pool.bytes is no multiple of the page: {size_text(over)} stay unused", "round it"))
     return lines
+
+
+def _lines_to_type(count: int, page: int, demanded: bool) -> str:
+    """What reserves so many hugepages in all: now, at boot, and for good. A large pool boots with larger ones."""
+    boot = page if demanded else hugepage_lines.page_for(count * page)
+    lines = [
+        f"now: {hugepage_lines.reserve_now_line(count, page)}",
+        f"at boot: {hugepage_lines.boot_line(hugepage_lines.pages_for(count * page, boot), boot)}",
+    ]
+    if boot == hugepage_lines.TWO_MIB:
+        lines.append(f"over reboots: {hugepage_lines.keep_line(count)}")
+    return "; ".join(lines)
 
 
 def _holders(facts: Facts) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from tidal_connector.cli.doctor.facts import Facts, Listener, Registry
 from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.sockets import covers
-from tidal_connector.cli.doctor.wishes import PortWish, Wishes
+from tidal_connector.cli.doctor.wishes import PortRange, PortWish, Wishes
 from tidal_connector.registry.members import State
 from tidal_connector.registry.settings import endpoints_of
 
@@ -34,6 +34,7 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
             lines.append(fail(f"port {number}", text, "give each engine of a machine its own ports"))
     for wish in wishes.ports:
         lines.append(_port(wish, [found for found in facts.listeners if found.port == wish.port]))
+    lines += [found for each in wishes.ranges if (found := _range(each, facts)) is not None]
     taken = {found.port for found in facts.listeners if MOONCAKE_PORTS[0] <= found.port <= MOONCAKE_PORTS[1]}
     free = MOONCAKE_PORTS[1] - MOONCAKE_PORTS[0] + 1 - len(taken)
     name = f"ports {MOONCAKE_PORTS[0]} to {MOONCAKE_PORTS[1]}"
@@ -43,6 +44,14 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
     else:
         lines.append(good(name, f"{free} free for Mooncake; open them between the nodes, and to nobody else"))
     return lines
+
+
+def _range(wish: PortRange, facts: Facts) -> Finding | None:
+    name, bounds = f"ports {wish.first} to {wish.last}", facts.sysctl.get("net.ipv4.ip_local_port_range", "").split()
+    if len(bounds) == 2 and int(bounds[0]) <= wish.last and int(bounds[1]) >= wish.first:
+        text = f"of {wish.file} overlap net.ipv4.ip_local_port_range = {' '.join(bounds)}: an engine may lose its port"
+        return warn(name, text, f"choose another range in {wish.file}, below {bounds[0]}")
+    return None
 
 
 def _port(wish: PortWish, here: list[Listener]) -> Finding:

@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
+from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
 from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config, parse_address, parse_host
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
@@ -39,6 +41,14 @@ class PortWish(msgspec.Struct, frozen=True):
     port: int
 
 
+class PortRange(msgspec.Struct, frozen=True):
+    """A range from which an agent takes ports for its engines."""
+
+    file: str
+    first: int
+    last: int
+
+
 class AddressWish(msgspec.Struct, frozen=True):
     """An address that others are told: which file and field, and why nobody could use it (empty: they can)."""
 
@@ -54,7 +64,9 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         files: that were read well.
         problems: what is wrong with a file, by file.
+        ranges: from which agents take ports.
         protocols: of Mooncake.
+        node: this machine's name, as an agent's file has it; empty: its host name.
         registry: the first one that is named.
     """
 
@@ -63,8 +75,10 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolWish, ...] = ()
     ports: tuple[PortWish, ...] = ()
     addresses: tuple[AddressWish, ...] = ()
+    ranges: tuple[PortRange, ...] = ()
     protocols: frozenset[Protocol] = frozenset()
     registry: RegistryConfig | None = None
+    node: str = ""
 
     @property
     def pool_bytes(self) -> int:
@@ -91,8 +105,9 @@ def read_wishes(files: Sequence[Path], registry_url: str | None = None) -> Wishe
     for path in files:
         if not path.is_file():
             raise ConfigError(f"--config {path}: no such file")
+    for path in sorted(files, key=_is_cluster):  # an agent's file says which of the cluster's nodes this is
         try:
-            found = _joined(found, _read(path))
+            found = _joined(found, _read(path, found.node))
         except ConfigError as error:
             problems[str(path)] = str(error)
     registry = found.registry
@@ -102,16 +117,44 @@ def read_wishes(files: Sequence[Path], registry_url: str | None = None) -> Wishe
     return msgspec.structs.replace(found, problems=problems, registry=registry)
 
 
-def _read(path: Path) -> Wishes:
+_AGENT_KEYS = {"state", "ports", "host", "bind"}
+
+
+def _is_cluster(path: Path) -> bool:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        return "group" in _table(path)
+    except ConfigError:
+        return False
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(path: Path, node: str) -> Wishes:
+    given = _table(path)
     if "group" in given:
-        return _cluster(path)
+        return _cluster(path, node)
     if "engine" in given:
         return _engine(path)
+    if given.keys() & _AGENT_KEYS:
+        return _agent(path)
     return _proxy(path)
+
+
+def _agent(path: Path) -> Wishes:
+    config = read_agent_config(path)
+    ports = config.port_range()
+    return Wishes(
+        files=(str(path),),
+        addresses=(_address(str(path), "host", config.host),),
+        ranges=(PortRange(str(path), ports[0], ports[-1]),),
+        registry=config.registry,
+        node=config.node,
+    )
 
 
 def _engine(path: Path) -> Wishes:
@@ -160,16 +203,14 @@ def _proxy(path: Path) -> Wishes:
     return Wishes(files=(str(path),), ports=(PortWish(str(path), "listen", host, port),), registry=registry)
 
 
-def _cluster(path: Path) -> Wishes:
-    from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
-
-    spec, pools, protocols, here = read_spec(path), [], set(), socket.gethostname()
+def _cluster(path: Path, node: str) -> Wishes:
+    spec, pools, protocols, here = read_spec(path), [], set(), node or socket.gethostname()
     for group in spec.group:
         given = filled(group.tidal, names_of(group, 0))
         tidal = load_config(given, f"{path}: group {group.name}: tidal")
-        # Where this machine's name is not among the nodes, the fullest node counts.
+        # Where nobody says which node this is, the fullest one counts.
         places = [slot_of(group, number).node for number in range(group.count)]
-        engines = places.count(here) if here in group.nodes else max(map(places.count, places), default=0)
+        engines = places.count(here) if node or here in group.nodes else max(map(places.count, places), default=0)
         wanted = tidal.offload is not Offload.AUTO or group.role is Role.DECODE
         pools += _pools(str(path), tidal, {"pool": {}} if wanted else {}, engines)
         protocols.add(tidal.transfer.protocol)
@@ -196,6 +237,8 @@ def _joined(one: Wishes, other: Wishes) -> Wishes:
         pools=one.pools + other.pools,
         ports=one.ports + other.ports,
         addresses=one.addresses + other.addresses,
+        ranges=one.ranges + other.ranges,
         protocols=one.protocols | other.protocols,
+        node=one.node or other.node,
         registry=one.registry or other.registry,
     )
