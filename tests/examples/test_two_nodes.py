@@ -47,26 +47,46 @@ def test_a_request_is_answered_across_machines_and_nothing_stays(environment: di
 def test_an_interrupted_run_takes_its_machines_away_and_those_of_one_that_was_killed(
     environment: dict[str, str],
 ) -> None:
-    killed = until_machines_are_there(environment, signal.SIGKILL)
+    killed, orphans = until_machines_are_there(environment, signal.SIGKILL)
     assert left_by(killed) != []
-    interrupted = until_machines_are_there(environment, signal.SIGINT)
-    assert left_by(killed) == []
-    assert left_by(interrupted) == []
+    assert any(running(pid) for pid in orphans)
+    interrupted, others = until_machines_are_there(environment, signal.SIGINT)
+    assert left_by(killed) == left_by(interrupted) == []
+    assert [pid for pid in (*orphans, *others) if running(pid)] == []
 
 
-def until_machines_are_there(environment: dict[str, str], number: signal.Signals) -> int:
-    """Start the example, end it by a signal once it has its machines, and return its process id."""
+def name_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def running(pid: str) -> bool:
+    """Whether a process runs: an orphan may stay as a zombie for as long as nobody asks how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until_machines_are_there(environment: dict[str, str], number: signal.Signals) -> tuple[int, list[str]]:
+    """Start the example, end it by a signal once etcd runs; return its process id, and etcd's."""
     # In a session of its own, so that the signal comes to the script alone.
     with subprocess.Popen(
         ["examples/two_nodes.sh", "-s"], cwd=ROOT, env=environment, stdout=-1, stderr=-2, start_new_session=True
     ) as run:
         until = time.monotonic() + BOUND_S
-        while f"tidal{run.pid}-proxy" not in left_by(run.pid):
+        inside: list[str] = []
+        while not inside:
             assert time.monotonic() < until
             time.sleep(0.05)
+            listed = ["ip", "netns", "pids", f"tidal{run.pid}-etcd"]
+            found = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
+            inside = [pid for pid in found if name_of(pid) == "etcd"]
         os.kill(run.pid, number)
         run.wait(BOUND_S)
-    return run.pid
+    return run.pid, inside
 
 
 def test_a_wrong_option_shows_the_right_ones(environment: dict[str, str]) -> None:
