@@ -29,28 +29,12 @@ from pyetcd import etcdrpc
 
 from tidal_connector.errors import RegistryLost
 from tidal_connector.log import get_logger
+from tidal_connector.registry.etcd_channel import hint, is_answer, knows_no_users, open_channel, said, wants_login
 from tidal_connector.registry.settings import RegistryConfig, endpoints_of
 
 _log = get_logger(__name__)
 
 _PAGE = 16  # keys in one answer: even if each has the 1.5 MiB that etcd takes, it stays below the limit of a message
-_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes
-    ("grpc.min_reconnect_backoff_ms", 3000),  # despite its name the time that a connection may take to come about
-    ("grpc.use_local_subchannel_pool", 1),  # a new connection begins without the back-off of the one that failed
-    ("grpc.enable_http_proxy", 0),  # etcd is in the cluster, whatever the environment says of the internet
-)
-_Code = grpc.StatusCode
-# etcd's own answers; after any other code the connection is not to be trusted.
-_ANSWERS = {
-    *(_Code.INVALID_ARGUMENT, _Code.NOT_FOUND, _Code.ALREADY_EXISTS, _Code.FAILED_PRECONDITION, _Code.OUT_OF_RANGE),
-    *(_Code.PERMISSION_DENIED, _Code.UNAUTHENTICATED, _Code.RESOURCE_EXHAUSTED),
-}
-_LOG_IN = ("invalid auth token", "revision of auth store is old", "user name is empty")
-
-
 Answer = TypeVar("Answer")
 
 
@@ -128,7 +112,7 @@ class Events:
                     for each in answer.events
                 ]
         except grpc.RpcError as error:
-            raise RegistryLost(_line_of(error)) from None
+            raise RegistryLost(said(error)) from None
         raise RegistryLost("etcd ended the watch")
 
     def cancel(self) -> None:
@@ -304,13 +288,13 @@ class EtcdClient:
         try:
             return self._logged_in(line, ask, deadline)
         except grpc.RpcError as error:
-            if error.code() not in _ANSWERS:
+            if not is_answer(error):
                 mine = self._give_up(line)
-                if again and not mine and error.code() is _Code.CANCELLED:
+                if again and not mine and error.code() is grpc.StatusCode.CANCELLED:
                     return self._bounded(ask, again=False)
-            if error.code() is _Code.NOT_FOUND:
-                raise LeaseGone(f"etcd at {line.target}: {_line_of(error)}") from None
-            raise RegistryLost(f"etcd at {line.target}: {_line_of(error)}{self._hint(error)}") from None
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise LeaseGone(f"etcd at {line.target}: {said(error)}") from None
+            raise RegistryLost(f"etcd at {line.target}: {said(error)}{hint(error, self._config)}") from None
         except ValueError as error:  # grpc says so when the channel was closed before the call
             self._give_up(line)
             if again:
@@ -324,7 +308,7 @@ class EtcdClient:
         try:
             return ask(line, deadline)
         except grpc.RpcError as error:
-            if not self._config.user or not any(text in _details(error) for text in _LOG_IN):
+            if not self._config.user or not wants_login(error):
                 raise
             self._log_in(line, token, deadline)
             return ask(line, deadline)
@@ -342,7 +326,7 @@ class EtcdClient:
             try:
                 line.token = line.authenticate(request, timeout=_left(deadline)).token
             except grpc.RpcError as error:
-                if "authentication is not enabled" not in _details(error):
+                if not knows_no_users(error):
                     raise
                 line.token = ""
                 if not self._unguarded_said:
@@ -350,40 +334,14 @@ class EtcdClient:
                     _log.warning("etcd at %s knows no users: anybody may change the registry", line.target)
             return line.token
 
-    def _hint(self, error: grpc.RpcError) -> str:
-        """What an operator can do about it, where the fault is one of settings."""
-        details = _details(error)
-        if "user name is empty" in details or "PermissionDenied" in details or "permission denied" in details:
-            user = self._config.user
-            return f"; give user {user!r} a role for this prefix" if user else "; set registry.user and password_file"
-        if "invalid user ID or password" in details:
-            return "; check registry.user and registry.password_file"
-        if "space exceeded" in details:
-            return "; compact and defragment etcd, then disarm its alarm"
-        if error.code() is _Code.UNAVAILABLE and not self._config.ca and "losed" in details:
-            return "; if etcd speaks TLS, set registry.ca"
-        return ""
-
     def _connected(self) -> _Line:
         with self._lock:
             if self._closed:
                 raise RegistryLost("the store was closed")
             if self._line is None:
                 target = self._targets[self._next]
-                self._line = _Line(target, self._channel(target))
+                self._line = _Line(target, open_channel(self._config, target))
             return self._line
-
-    def _channel(self, target: str) -> grpc.Channel:
-        if not self._config.ca:
-            return grpc.insecure_channel(target, options=_OPTIONS)
-        try:
-            ca, certificate, key = (
-                Path(path).read_bytes() if path else None
-                for path in (self._config.ca, self._config.certificate, self._config.key)
-            )
-        except OSError as error:
-            raise RegistryLost(f"registry's TLS files: {error}") from None
-        return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, certificate), options=_OPTIONS)
 
     def _give_up(self, line: _Line) -> bool:
         """Close a connection, unless that was done, and return whether; the next call tries the next endpoint."""
@@ -414,12 +372,3 @@ def _end_of(prefix: bytes) -> bytes:
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _details(error: grpc.RpcError) -> str:
-    return str(error.details() or "")
-
-
-def _line_of(error: grpc.RpcError) -> str:
-    text = " ".join(_details(error).split())
-    return f"{error.code().name.lower().replace('_', ' ')}: {text[:300]}" if text else error.code().name.lower()
