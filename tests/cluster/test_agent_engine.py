@@ -192,9 +192,9 @@ def test_an_engine_is_asked_once_to_end_however_often_its_agent_comes_back(bed: 
     wait_for(lambda: "up" in bed.log())
     for _ in range(3):
         assert bed.step(keeper, want=Work.STOP).stage is Stage.STOPPING
+        wait_for(lambda: "asked" in bed.log())
+        time.sleep(0.1)
         keeper = bed.keeper()
-    wait_for(lambda: "asked" in bed.log())
-    time.sleep(0.2)
     assert bed.log().count("asked") == 1
 
 

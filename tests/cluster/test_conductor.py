@@ -35,7 +35,7 @@ from tidal_connector.cluster.rollout_status import rollout_status
 from tidal_connector.cluster.spec import ClusterSpec, Probe, build_spec, revision_id
 from tidal_connector.errors import ConfigError, Conflict, RegistryLost
 from tidal_connector.ids import EngineId
-from tidal_connector.registry.base import Delete, Hold, Put, Store
+from tidal_connector.registry.base import Delete, Hold, Put, Snapshot, Store
 from tidal_connector.registry.members import MEMBERS, Member, State
 from tidal_connector.registry.memory import MemoryStore
 
@@ -221,20 +221,35 @@ def test_the_second_operator_is_refused_with_who_and_when(store: MemoryStore, no
         verbs.apply(store, spec("2"), "bob@y")
 
 
-def test_of_operators_at_the_same_moment_one_wins(store: MemoryStore, nodes: Nodes) -> None:
-    gate = threading.Barrier(6)
+class Simultaneous(MemoryStore):
+    """A store in which several operators have all read before one of them writes."""
+
+    def __init__(self, operators: int) -> None:
+        super().__init__()
+        self.gate = threading.Barrier(operators)
+        self.first = threading.local()
+
+    def read(self, prefix: str) -> Snapshot:
+        found = super().read(prefix)
+        if threading.current_thread().name.startswith("operator") and not getattr(self.first, "over", False):
+            self.first.over = True
+            self.gate.wait(WAIT_S)
+        return found
+
+
+def test_of_operators_at_the_same_moment_one_wins() -> None:
+    store = Simultaneous(6)
     won: list[int] = []
     refused: list[str] = []
 
     def operator(number: int) -> None:
-        gate.wait()
         try:
             verbs.apply(store, spec(str(number)), f"operator-{number}")
             won.append(number)
         except Conflict as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=operator, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=operator, args=(n,), name=f"operator-{n}") for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -243,6 +258,7 @@ def test_of_operators_at_the_same_moment_one_wins(store: MemoryStore, nodes: Nod
     assert len(refused) == 5
     assert all(f"operator-{won[0]}" in text for text in refused)
     assert len(view_of(store.read("")).history) == 1
+    store.close()
 
 
 def test_an_undo_takes_the_place_of_a_running_rollout_and_a_second_undo_is_refused(
