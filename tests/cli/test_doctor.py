@@ -576,6 +576,13 @@ def test_loopback_is_warned_of_where_the_file_names_a_registry() -> None:
     assert (line.state, "control.advertise" in line.fix) == (State.WARN, True)
 
 
+@pytest.mark.parametrize("url", ["etcd://127.0.0.1:2379", "file:///run/tidal"])
+def test_loopback_is_right_where_the_registry_is_this_machine_s_own(url: str) -> None:
+    address = AddressWish("d", "control.bind", "127.0.0.1", "")
+    (line,) = found(machine(), asks(addresses=(address,), registry=RegistryConfig(url=url)), "address")
+    assert line.state is State.PASS
+
+
 def test_ports_on_different_addresses_do_not_meet() -> None:
     other = PortWish("prefill.toml", "control.bind", "10.0.0.6", 7200)
     taken = (Listener("10.0.0.7", 7200, 1, "nginx"),)

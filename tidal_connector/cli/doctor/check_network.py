@@ -11,7 +11,7 @@ from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.sockets import covers
 from tidal_connector.cli.doctor.wishes import PortRange, PortWish, Wishes
 from tidal_connector.registry.members import State
-from tidal_connector.registry.settings import endpoints_of
+from tidal_connector.registry.settings import RegistryConfig, endpoints_of
 
 MOONCAKE_PORTS = (15000, 17000)
 """The range from which Mooncake takes two ports for each engine of its own."""
@@ -84,10 +84,19 @@ def check_addresses(_: Facts, wishes: Wishes) -> list[Finding]:
             lines.append(say(name, f"{address.file}: {address.problem}", fix))
         elif _is_loopback(address.text):
             text = f"{address.field} of {address.file}: loopback, so peers have to be on this machine"
-            lines.append(good(name, text) if wishes.registry is None else warn(name, text, fix))
+            lines.append(good(name, text) if _is_local(wishes.registry) else warn(name, text, fix))
         else:
             lines.append(good(name, f"{address.field} of {address.file}"))
     return lines
+
+
+def _is_local(registry: RegistryConfig | None) -> bool:
+    """Whether nobody on another machine can hear of what is announced."""
+    return registry is None or not registry.url.startswith("etcd://") or _on_loopback(registry.url)
+
+
+def _on_loopback(url: str) -> bool:
+    return all(host in ("127.0.0.1", "::1", "localhost") for host, _ in endpoints_of(url))
 
 
 def _is_loopback(text: str) -> bool:
@@ -164,12 +173,11 @@ def _latency(registry: Registry) -> Finding:
 
 def _safety(registry: Registry) -> list[Finding]:
     """Whoever can write to etcd can send KV elsewhere (FR-43)."""
-    alone = all(host in ("127.0.0.1", "::1", "localhost") for host, _ in endpoints_of(registry.url))
     if registry.secure and registry.authenticated:
         return [good("registry", "TLS and a user")]
     lacking = [name for name, there in (("TLS", registry.secure), ("a user", registry.authenticated)) if not there]
     text = f"without {' and '.join(lacking)}: whoever reaches etcd can redirect engines' transfers"
-    if alone:
+    if _on_loopback(registry.url):
         return [good("registry", f"{text}; it is on this machine's loopback")]
     fix = "registry.ca turns TLS on; registry.user and registry.password_file log in (etcdctl auth enable)"
     return [warn("registry", text, fix)]
