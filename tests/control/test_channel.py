@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidal_connector.control.channel import Channel, Route, join_address, parse_address
+from tidal_connector.control.channel import Channel, Route, ask, join_address, parse_address
 from tidal_connector.errors import ConfigError
 
 
@@ -41,6 +41,27 @@ def test_a_frame_goes_there_and_its_answer_back(pair: tuple[Channel, Channel, Ro
     assert frame == b"question"
     assert there.send(caller, b"answer")
     assert get(here) == (route, b"answer")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "name"),
+    [
+        ("[::1]:0", "[::1]:0", "::1"),
+        ("127.0.0.1:0", "[::1]:0", "::1"),  # each call is of the family of the address that is called
+        ("[::1]:0", "127.0.0.1:0", "127.0.0.1"),
+        ("[::]:0", "127.0.0.1:0", "::ffff:127.0.0.1"),
+        ("127.0.0.1:0", "127.0.0.1:0", "localhost"),
+        ("127.0.0.1:0", "[::]:0", "127.0.0.1"),
+        ("127.0.0.1:0", "[::]:0", "::1"),
+    ],
+)
+def test_frames_and_questions_go_over_ipv6_as_over_ipv4(here: str, there: str, name: str) -> None:
+    with Channel(here, "node-1") as caller, Channel(there, "node-2") as called:
+        address = join_address(name, parse_address("x", called.address)[1])
+        put(caller, caller.dial(address, "there"), b"frame")
+        assert get(called)[1] == b"frame"
+        assert ask(address, b"question", 0.3) is None  # nobody answers; it arrives
+        assert get(called)[1] == b"question"
 
 
 def test_nobody_there_is_false_and_not_a_wait() -> None:
