@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 
 from tidal_connector.cluster.standin_answers import digest
-from tidal_connector.config import ControlConfig
+from tidal_connector.config import ControlConfig, join_address
 from tidal_connector.control.handshake import Capacity
 from tidal_connector.control.loop import ControlLoop
 from tidal_connector.control.messages import Identity
@@ -147,8 +147,7 @@ class Rooms:
         kv = layout(tag)
         sends, receives = role is not Role.DECODE, role is not Role.PREFILL
         place = _placement(kv, Home.HOST if receives else Home.DEVICE)
-        host = (settings.advertise or settings.bind).rpartition(":")[0] or settings.advertise or "127.0.0.1"
-        plane = HollowPlane(f"{host}:1", self._woken)
+        plane = HollowPlane(join_address(settings.advertised()[0], 1), self._woken)
         self._sender = Sender(kv, place, plane, counters, settings) if sends else None
         quarantine_s = settings.quarantine_s or 1.0
         self._receiver = Receiver(kv, place, plane, counters, settings, quarantine_s) if receives else None
