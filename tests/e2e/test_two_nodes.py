@@ -126,10 +126,12 @@ def under_way(nodes: Cluster, pool: ThreadPoolExecutor, seed: int) -> tuple[list
     before = metric(nodes.prefill, "descriptors_submitted_total")
     answer = pool.submit(ask, nodes.proxy.url, prompt, NEW_TOKENS)
     deadline = time.monotonic() + BOUND_S
-    while metric(nodes.prefill, "descriptors_submitted_total") <= before:
+    takers: list[str] = []
+    while not takers or metric(nodes.prefill, "descriptors_submitted_total") <= before:
         assert time.monotonic() < deadline, "the transfer did not begin"
         time.sleep(0.05)
-    (taker,) = [decode.name for decode in nodes.decodes if metric(decode, "transfers_in_flight")]
+        takers = [decode.name for decode in nodes.decodes if metric(decode, "transfers_in_flight")]
+    (taker,) = takers
     assert not answer.done()
     return prompt, answer, taker
 
