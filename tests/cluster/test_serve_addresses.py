@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.cluster.serve_bed import Bed, answer_of, port_of
 from tests.cluster.standins import standin, until
 from tests.etcd import free_port
+from tidal_connector.cluster.announcer import judge
 from tidal_connector.cluster.engine_plan import EnginePlan, Ports, plan_engine
 from tidal_connector.cluster.listeners import PortTaken, inodes_of, listening_fault, take_port
 from tidal_connector.cluster.prober import Prober
@@ -167,9 +169,15 @@ def test_another_engine_behind_the_address_is_never_announced_as_this_one(tmp_pa
             control=other.control,
             control_here=other.control,
         )
-        with Prober(plan, SuperviseConfig(probe_every_s=0.1), lambda: [other.process.pid]) as prober:
-            until(lambda: prober.seen.fault)
-            assert "engine 'decode-9' answers at" in prober.seen.fault
+        mine = msgspec.structs.replace(plan, engine="decode-9")
+        for expected, pids, words in (
+            (plan, [other.process.pid], "engine 'decode-9' answers at"),
+            (mine, [], "another process listens on port"),
+        ):
+            with Prober(expected, SuperviseConfig(probe_every_s=0.1), lambda pids=pids: pids) as prober:
+                until(lambda: prober.seen.fault)
+                assert words in prober.seen.fault
+                assert not prober.seen.known() or judge(prober.seen, SuperviseConfig(), 0.0)[0] is State.DOWN
 
 
 # --- FR-18: advertised addresses
