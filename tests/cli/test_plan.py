@@ -26,6 +26,7 @@ from tidal_connector.layout import RegionKind
 from tidal_connector.modelmaker.shape import hf_config, model_shape
 from tidal_connector.selection.budget import ModelCosts, divide_memory
 
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 ARGUMENTS = ["--hbm", "64GiB", "--dram", "1TiB", "--context", "131072", "--concurrency", "24", "--weights", "20GiB"]
 
@@ -303,3 +304,11 @@ def test_the_picture_opens_and_shows_both_sides(tmp_path: Path) -> None:
             colours = {colour: count for count, colour in image.convert("RGB").getcolors(1 << 20)}
         for colour in (plot.OURS, plot.OTHER):
             assert colours.get(tuple(bytes.fromhex(colour[1:])), 0) > 2000, colour
+
+
+def test_the_output_in_the_documentation_is_what_is_printed() -> None:
+    text = (ROOT / "tidal_connector/cli/README.md").read_text()
+    block = text[text.index("$ tidal plan ") :].partition("\n```")[0]
+    command, _, shown = block.partition("\n")
+    found = CliRunner().invoke(app, command.split()[2:], env={"COLUMNS": "100"})
+    assert [line.rstrip() for line in found.stdout.splitlines()] == shown.splitlines()

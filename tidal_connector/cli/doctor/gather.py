@@ -136,13 +136,13 @@ def _huge_users(root: Path) -> tuple[HugeUser, ...]:
 
 
 def _mount(machine: Machine, path: str) -> HugeMount:
-    place = Path(path)
-    mount = machine.mount_of(place) if place.is_dir() else None
+    there = os.path.isdir(path)  # unlike Path's, it is False, too, where a folder above may not be entered
+    mount = machine.mount_of(Path(path)) if there else None
     room = None
     if mount is not None:
-        quota = os.statvfs(place)
+        quota = os.statvfs(path)
         room = quota.f_bavail * quota.f_bsize if quota.f_blocks else None
-    return HugeMount(path, place.is_dir(), os.access(place, os.W_OK | os.X_OK), mount.page if mount else 0, room)
+    return HugeMount(path, there, os.access(path, os.W_OK | os.X_OK), mount.page if mount else 0, room)
 
 
 def _groups(root: Path, controller: str) -> Iterable[tuple[Path, bool]]:

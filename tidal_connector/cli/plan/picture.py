@@ -39,6 +39,7 @@ def _limits(plan: Plan, axes: Axes) -> None:
     axes.set_xlabel("context, tokens")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     corners = [(room.context, room.fit) for room in plan.curve]
     for knee in plan.knees:  # the line bends where the limit changes, not at the next doubling
         corners += [(knee.context - 1, knee.requests_before), (knee.context, knee.requests)]
