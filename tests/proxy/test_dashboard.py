@@ -337,6 +337,7 @@ def test_everything_stays_bounded() -> None:
         assert len(msgspec.json.encode(answer)) < 1_500_000
         scene.engines = scene.engines[-3:]
         scene.silent.clear()
+        scene.traffic = scene.traffic[:3]
         await world.look(KEEP_S + 1)
         for _ in range(MOST_LOOKS + 50):
             world.clock.now += 1.0

@@ -163,7 +163,7 @@ def _counted(number: int, noun: str) -> str:
 
 def clip(text: str) -> str:
     """Return a text that somebody else wrote, on one line and not longer than ``LONGEST``."""
-    line = " ".join(text.split())
+    line = " ".join(text[: 4 * LONGEST].split())
     return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
 
 

@@ -217,7 +217,9 @@ class Sampler:
         minute = self._minute(now)
         found = find(state, rows, minute)
         level, headline = verdict(found, rows)
-        traffic = sorted(state.traffic, key=lambda pair: -pair.requests)
+        busy = sorted((pair for pair in state.traffic if pair.requests), key=lambda pair: -pair.requests)[:MOST_PAIRS]
+        barred = [pair for pair in state.traffic if pair.barred][:MOST_PAIRS]
+        reasons = {reason: clip(reason) for reason in {pair.barred for pair in barred}}  # few, for many pairs
         registry = state.registry
         return Answer(
             boot=self._boot,
@@ -232,8 +234,8 @@ class Sampler:
             headline=headline,
             findings=self._dated(found, now),
             engines=rows,
-            pairs=[(pair.prefill, pair.decode, pair.requests) for pair in traffic if pair.requests][:MOST_PAIRS],
-            barred=[(pair.prefill, pair.decode, clip(pair.barred)) for pair in traffic if pair.barred][:MOST_PAIRS],
+            pairs=[(pair.prefill, pair.decode, pair.requests) for pair in busy],
+            barred=[(pair.prefill, pair.decode, reasons[pair.barred]) for pair in barred],
             totals=Totals(
                 in_flight=state.in_flight,
                 max_in_flight=state.max_in_flight,

@@ -41,6 +41,9 @@ const CHARTS = [
   },
 ];
 
+// Of these, nothing is the rule, and is not drawn.
+const rare = (kind) => kind.includes('bad') || kind === 'wait';
+
 function ceilingOf(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -94,7 +97,7 @@ class Chart {
       parts.push(svg('line', { class: 'cross', x1: x(cursor[0]), x2: x(cursor[0]), y1: 0, y2: base }));
       for (const each of how.series) {
         const value = cursor[column(each.column)];
-        if (known(value)) parts.push(svg('circle', { class: 'knob', cx: x(cursor[0]), cy: y(value), r: 3 }));
+        if (known(value) && !(value === 0 && rare(each.kind))) parts.push(svg('circle', { class: 'knob', cx: x(cursor[0]), cy: y(value), r: 3 }));
       }
     }
     this.plot.setAttribute('viewBox', `0 0 ${width} ${height}`);
@@ -116,11 +119,10 @@ class Chart {
       if (points.length > 1) area.push(`M${points.join('L')}L${under.join('L')}Z`);
       run = [];
     };
-    const rare = kind.includes('bad') || kind === 'wait';
     let before = null;
     for (const row of rows) {
       const seen = row[column(series.column)];
-      const value = seen === 0 && rare ? null : seen; // nothing failed, nothing waits: no line along the bottom
+      const value = seen === 0 && rare(kind) ? null : seen; // nothing failed, nothing waits: no line along the bottom
       if (!known(value) || (before !== null && row[0] - before > GAP_MS)) flush();
       if (known(value)) { run.push([row[0], value, band ? row[column(band)] : 0]); before = row[0]; }
     }

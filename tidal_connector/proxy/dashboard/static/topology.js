@@ -44,7 +44,7 @@ class Topology {
     const node = svg('g', { class: 'node', tabindex: 0, role: 'button' });
     for (const name of ['box', 'edge']) node.append(parts[name] = svg('rect', { class: name }));
     node.append(parts.mark = svg('g', { class: 'mark' }));
-    for (const name of ['name', 'tag', 'fact', 'more']) node.append(parts[name] = svg('text', { class: name === 'more' ? 'fact' : name }));
+    for (const name of ['name', 'tag', 'fact', 'more']) node.append(parts[name] = svg('text', { class: { fact: 'fact said', more: 'fact' }[name] || name }));
     for (const name of ['kv', 'slots']) {
       node.append(parts[`${name}Text`] = svg('text', { class: 'fact' }), parts[`${name}Gauge`] = svg('rect', { class: 'gauge', rx: 2.5 }),
         parts[`${name}Level`] = svg('rect', { class: 'level', rx: 2.5 }));
