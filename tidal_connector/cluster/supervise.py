@@ -40,6 +40,7 @@ _TURN_S = 0.1
 _STARTS = 3  # with other ports, where the chosen ones were taken by somebody meanwhile
 _QUIET_S = 0.5  # for which an engine must be seen idle before it is taken for idle
 _LOOK_S = 1.0  # between two looks at who listens on the ports of an engine that starts
+_DRAIN_PATIENCE = 3  # times down_after_s that an engine may be silent while it drains
 _SAY_S = 5.0  # between two lines about what a draining engine still does
 
 
@@ -212,7 +213,8 @@ class Supervisor:
             self._obey(plan, order, prober, now)
             if self._drain is not None:
                 announcer.tell(member_of(plan, seen, State.DRAINING, ""))
-                silent = now - seen.healthy_at > settings.down_after_s  # it never served, or answers nobody any more
+                # It never served, or answers nobody any more; one that is only slow may still be at its last requests.
+                silent = now - seen.healthy_at > settings.down_after_s * (_DRAIN_PATIENCE if served else 1)
                 if silent or self._drained(plan, seen, now):
                     return End.STOPPED, ""
             elif state is State.READY and not self._admitted:
