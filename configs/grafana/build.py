@@ -283,8 +283,9 @@ ROWS: list[tuple[str, list[tuple[str, str, str, list[Query]]]]] = [
             (
                 "Device memory of KV",
                 "bytes",
-                "Index keys, and the selection cache.",
+                "All of it, and of an engine with a pool the index keys and the selection cache.",
                 [
+                    (now("tidal:device_kv_bytes"), f"{ENGINE} all"),
                     (now("tidal:index_cache_bytes"), f"{ENGINE} index keys"),
                     (now("tidal:selection_cache_bytes"), f"{ENGINE} selection cache"),
                 ],
