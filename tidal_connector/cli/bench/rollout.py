@@ -36,7 +36,9 @@ from tidal_connector.registry.settings import open_store
 _POLL_S = 0.1
 _QUIET_S = 1.0
 _OUTAGE_S = 2.0
-_DEADLINE_S = {False: 120.0, True: 600.0}
+_DEADLINE_S = {False: 120.0, True: 1800.0}
+_READY_S = {False: 8.0, True: 900.0}
+_PAUSE_S = {False: 0.0, True: 0.5}
 _NODES = ("a", "b")
 _PROBE = "the quick brown fox"
 _PROBE_TOKENS = 3
@@ -137,7 +139,13 @@ class Bench:
             if self.options.real:
                 self._learn()
             self.load = stack.enter_context(
-                Load(self.cluster.proxy.url, self.options.clients, self._body, self._expected)
+                Load(
+                    self.cluster.proxy.url,
+                    self.options.clients,
+                    self._body,
+                    self._expected,
+                    _PAUSE_S[self.options.real],
+                )
             )
             self._exit = stack.pop_all()
         self.start_seconds = round(time.monotonic() - started, 1)
@@ -170,7 +178,7 @@ class Bench:
                     "max_surge": 1 if few else 0,
                     "max_unavailable": 0 if few else 1,
                     "drain_deadline_s": 30.0,
-                    "ready_deadline_s": 300.0 if self.options.real else 8.0,
+                    "ready_deadline_s": _READY_S[self.options.real],
                     "probe": self._probe(),
                 },
                 "group": [{"role": "prefill", **group}, {"role": "decode", "tidal": decode, **group}],

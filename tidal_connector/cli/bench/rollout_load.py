@@ -51,15 +51,24 @@ class Load:
         clients: how many ask at once.
         prompts: makes the body of a request from a number.
         expected: the text that a body must be answered with.
+        pause_s: between an answer and the next request of a client: a CPU that is full of requests starts no engine.
+        seed: of the choice which requests are streamed.
     """
 
     def __init__(
-        self, url: str, clients: int, prompts: Callable[[int], dict[str, Any]], expected: Expected, seed: int = 5
+        self,
+        url: str,
+        clients: int,
+        prompts: Callable[[int], dict[str, Any]],
+        expected: Expected,
+        pause_s: float = 0.0,
+        seed: int = 5,
     ) -> None:
         self._url = url
         self._clients = clients
         self._prompts = prompts
         self._expected = expected
+        self._pause_s = pause_s
         self._random = random.Random(seed)
         self._tally = Tally()
         self._lock = threading.Lock()
@@ -108,6 +117,7 @@ class Load:
                 fault = f"{type(error).__name__}: {error}"
             self._note(time.monotonic() - started, fault, wrong)
             count += 1
+            await asyncio.sleep(self._pause_s)
 
     async def _whole(self, client: httpx.AsyncClient, body: dict[str, Any]) -> str:
         answer = await client.post(self._url + "/v1/completions", json=body)
