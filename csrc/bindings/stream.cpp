@@ -49,7 +49,7 @@ class Stream {
   Stream(int threads, int path) : path_(path_of(path)), stream_(new tidal::CopyStream(threads)) {}
 
   int64_t submit(const MoveSet& set, int64_t first, int64_t count, const IndexArray& source_rows,
-                 const IndexArray& destination_rows, int64_t after) {
+                 const IndexArray& destination_rows, int64_t after, bool wake) {
     const auto all = static_cast<int64_t>(set.moves.size());
     if (first < 0 || count < 1 || first > all - count) throw std::invalid_argument("no such moves");
     const auto rows = static_cast<int64_t>(source_rows.shape(0));
@@ -67,7 +67,7 @@ class Stream {
     if (wrong >= 0) return ~(rows + wrong);
     std::shared_ptr<tidal::RowNumbers> numbers = stream_->numbers(rows);
     numbers->fill(source_rows.data(), destination_rows.data(), rows);
-    return stream_->submit(set.moves.data() + first, count, std::move(numbers), after, path_);
+    return stream_->submit(set.moves.data() + first, count, std::move(numbers), after, path_, wake);
   }
 
   int wait(int64_t ticket, double seconds) {
@@ -127,6 +127,7 @@ void bind_stream(nb::module_& module) {
       .def(nb::init<int, int>(), nb::arg("threads"), nb::arg("path"))
       .def("submit", &Stream::submit, nb::arg("moves"), nb::arg("first"), nb::arg("count"),
            nb::arg("source_rows").noconvert(), nb::arg("destination_rows").noconvert(), nb::arg("after"),
+           nb::arg("wake"),
            "Queue a copy for each move; return the first ticket, or ~position of the first index outside.")
       .def("wait", &Stream::wait, nb::arg("ticket"), nb::arg("seconds"))
       .def("settle", &Stream::settle, nb::arg("ticket"), nb::arg("seconds"))

@@ -130,7 +130,7 @@ std::shared_ptr<RowNumbers> CopyStream::numbers(int64_t count) {
 }
 
 int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<RowNumbers> rows, int64_t after,
-                           CopyPath path) {
+                           CopyPath path, bool wake) {
   std::vector<std::shared_ptr<Job>> jobs(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) {
     auto job = std::make_shared<Job>();
@@ -150,7 +150,7 @@ int64_t CopyStream::submit(const Move* moves, int64_t count, std::shared_ptr<Row
     ticket = last_issued() + 1;
     jobs_.insert(jobs_.end(), std::make_move_iterator(jobs.begin()), std::make_move_iterator(jobs.end()));
   }
-  work_.notify_all();
+  if (wake) work_.notify_all();
   return ticket;
 }
 

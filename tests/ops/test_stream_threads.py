@@ -71,6 +71,22 @@ def test_a_wait_ends_at_its_deadline_and_the_copy_goes_on() -> None:
         assert (cache == pool).all()
 
 
+def test_no_thread_is_woken_for_what_is_not_worth_it() -> None:
+    pool, caches = random_rows(1, 64, 656), [np.zeros((64, 656), np.uint8) for _ in range(2)]
+    with open_stream(1) as stream:
+        moves = stream.prepare([Move(pool, cache) for cache in caches])
+        some, slept = np.arange(64), threading.Event()
+        stream.settle(stream.submit(moves, some, some, count=1), 10)
+        for _ in range(50):
+            slept.wait(0.05)  # a thread that is still awake takes what is there; sooner or later it sleeps
+            ticket = stream.submit(moves, some, some, first=1, wake=False)
+            slept.wait(0.02)
+            if not stream.done(ticket):
+                break
+        assert stream.wait(ticket, 10) is Waited.RAN
+        assert [bool((cache == pool).all()) for cache in caches] == [True, True]
+
+
 def test_the_streams_own_thread_works_without_anybody_waiting() -> None:
     pool, cache = random_rows(1, 2048, 1152), np.zeros((2048, 1152), np.uint8)
     with open_stream(1) as stream:

@@ -75,7 +75,14 @@ class WriteBack:
         if rows is None or layers == 0:
             return
         count = len(rows)
-        ticket = self._stream.submit(self._moves, self._index[:count], rows, first=self._first, count=layers)
+        ticket = self._stream.submit(
+            self._moves,
+            self._index[:count],
+            rows,
+            first=self._first,
+            count=layers,
+            wake=layers * count * self._row_bytes >= ops.WORTH_WAKING_BYTES,
+        )
         self._last_ticket = ticket + layers - 1
         self._counters.add("bytes_written_back", layers * count * self._row_bytes)
         if _log.isEnabledFor(logging.DEBUG):

@@ -10,9 +10,10 @@ from tidal_connector.ops.gather_selection_call import SelectionTraffic
 from tidal_connector.ops.resolve import resolve
 from tidal_connector.ops.resolve_types import ResolveBuffers, Resolved, SelectionBatch
 from tidal_connector.ops.slots import Seats, SlotState
-from tidal_connector.ops.stream import CopyStream, Move, MoveSet, StreamStatistics, Waited
+from tidal_connector.ops.stream import WORTH_WAKING_BYTES, CopyStream, Move, MoveSet, StreamStatistics, Waited
 
 __all__ = [
+    "WORTH_WAKING_BYTES",
     "CopyStream",
     "Implementation",
     "Move",

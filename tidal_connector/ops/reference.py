@@ -76,6 +76,7 @@ class CopyStream:
         source_rows: npt.NDArray[np.int64],
         destination_rows: npt.NDArray[np.int64],
         after: int,
+        wake: bool = True,
     ) -> int:
         """Copy rows by moves ``[first, first + count)``, each a source and a destination as for ``copy_rows``.
 

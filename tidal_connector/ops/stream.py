@@ -20,6 +20,11 @@ from tidal_connector.ops import native, reference
 from tidal_connector.ops.implementation import Implementation, default_implementation
 from tidal_connector.ops.row_arrays import Indices, Rows, check_indices, outside, paged_rows, row_count
 
+WORTH_WAKING_BYTES = 128 << 10
+"""Bytes of a submission from which on waking a thread pays: that costs the submitter some 5 us and the thread some 50,
+in which anybody copies as much.
+"""
+
 
 class Waited(enum.IntEnum):
     """How a wait went, as ``csrc/include/tidal/stream.h`` numbers it."""
@@ -85,7 +90,14 @@ class _Queue(Protocol):
     """What an implementation offers; see ``reference.CopyStream``."""
 
     def submit(
-        self, moves: Any, first: int, count: int, source_rows: Indices, destination_rows: Indices, after: int
+        self,
+        moves: Any,
+        first: int,
+        count: int,
+        source_rows: Indices,
+        destination_rows: Indices,
+        after: int,
+        wake: bool,
     ) -> int: ...
 
     def wait(self, ticket: int, seconds: float) -> int: ...
@@ -154,6 +166,7 @@ class CopyStream:
         first: int = 0,
         count: int | None = None,
         after: int = 0,
+        wake: bool = True,
     ) -> int:
         """Queue a copy for each move, in order, all with the same rows; return the ticket of the first.
 
@@ -169,6 +182,7 @@ class CopyStream:
             first: the first of the moves to submit.
             count: how many of them; None for all from ``first`` on.
             after: nothing of this begins before every ticket up to this one is done. 0 for no condition.
+            wake: wake the stream's threads for it. Without, who waits for it does it; see :data:`WORTH_WAKING_BYTES`.
 
         Raises:
             TypeError: row numbers are not int64.
@@ -186,7 +200,7 @@ class CopyStream:
             count = len(moves.moves) - first
         if first < 0 or count < 1 or first + count > len(moves.moves):
             raise ValueError(f"first = {first}, count = {count}: expected a part of {len(moves.moves)} moves")
-        ticket = self._queue.submit(moves.prepared, first, count, source_rows, destination_rows, after)
+        ticket = self._queue.submit(moves.prepared, first, count, source_rows, destination_rows, after, wake)
         if ticket > 0:
             return ticket
         wrong, part = ~ticket, slice(first, first + count)

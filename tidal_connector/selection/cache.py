@@ -196,7 +196,10 @@ class SelectionCache:
         self._counters.add("resolve_seconds", time.perf_counter() - began)
         ticket = 0
         if self._prefetch and len(resolved.miss_rows):
-            ticket = self._stream.submit(group.moves, resolved.miss_rows, resolved.miss_slots)
+            moved = len(resolved.miss_rows) * len(group.layers.members) * self._row_bytes
+            ticket = self._stream.submit(
+                group.moves, resolved.miss_rows, resolved.miss_slots, wake=moved >= ops.WORTH_WAKING_BYTES
+            )
         batch.plans[at] = GroupPlan(resolved, ticket)
         self._count(group, batch, resolved)
         return resolved

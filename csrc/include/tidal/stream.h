@@ -77,9 +77,10 @@ class CopyStream {
 
   // Queues a copy for each move, in order, and returns the ticket of the first; the others follow by ones.
   // Tickets begin at 1. None begins before every ticket up to `after` is done; apart from that, copies may
-  // overtake one another. Indices were checked. Throws std::runtime_error after close.
+  // overtake one another. Unless `wake` is said, no thread is woken for them: whoever waits does them.
+  // Indices were checked. Throws std::runtime_error after close.
   int64_t submit(const Move* moves, int64_t count, std::shared_ptr<RowNumbers> rows, int64_t after,
-                 CopyPath path);
+                 CopyPath path, bool wake);
 
   // Returns once the copy is done, or at the deadline. A copy that can begin is done by the caller, and one
   // that is being done is helped, because waking a sleeping thread takes longer than most copies.
