@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidal_connector.cluster.steps import (
+from tidal_connector.cluster.steps import next_steps
+from tidal_connector.cluster.steps_words import (
     Finish,
     Forget,
     Halt,
@@ -23,7 +24,6 @@ from tidal_connector.cluster.steps import (
     Stop,
     Target,
     Try,
-    next_steps,
     serving,
 )
 from tidal_connector.ids import Role

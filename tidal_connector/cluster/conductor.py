@@ -37,7 +37,8 @@ from tidal_connector.cluster.rollout_records import (
     view_of,
 )
 from tidal_connector.cluster.spec import ClusterSpec, Probe, template_id
-from tidal_connector.cluster.steps import Finish, Forget, Halt, Phase, Seen, Start, Step, Stop, Try, next_steps
+from tidal_connector.cluster.steps import next_steps
+from tidal_connector.cluster.steps_words import Finish, Forget, Halt, Phase, Seen, Start, Step, Stop, Try
 from tidal_connector.errors import Conflict, RegistryLost, TidalError
 from tidal_connector.log import get_logger
 from tidal_connector.registry.base import Delete, Put, Store

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tidal_connector.cluster.orders import AWAITS_ADMISSION
 from tidal_connector.cluster.rollout_records import Assignment, Report, Stage, View, Work
 from tidal_connector.cluster.spec import ClusterSpec, template_id
-from tidal_connector.cluster.steps import Limits, Phase, Seen, Target
+from tidal_connector.cluster.steps_words import Limits, Phase, Seen, Target
 from tidal_connector.registry.members import Member, State
 
 _NO_RESTARTS = 2

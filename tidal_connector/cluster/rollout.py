@@ -29,7 +29,7 @@ from tidal_connector.cluster.rollout_records import (
     view_of,
 )
 from tidal_connector.cluster.spec import ClusterSpec, revision_id, without_registry
-from tidal_connector.cluster.steps import Phase
+from tidal_connector.cluster.steps_words import Phase
 from tidal_connector.errors import ConfigError, Conflict, RegistryLost
 from tidal_connector.registry.base import ABSENT, Delete, Put, Store
 

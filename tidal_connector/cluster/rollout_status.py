@@ -7,7 +7,7 @@ import msgspec
 
 from tidal_connector.cluster.conductor_view import observe, targets_of, waiting_for
 from tidal_connector.cluster.rollout_records import Rollout, Status, View
-from tidal_connector.cluster.steps import Phase
+from tidal_connector.cluster.steps_words import Phase
 from tidal_connector.errors import ConfigError
 
 
