@@ -43,11 +43,11 @@ class Served:
     def member(self) -> Member | None:
         return self.bed.members().get(self.engine)
 
-    def ready(self, bound_s: float = 20.0) -> Member:
+    def ready(self, bound_s: float = 40.0) -> Member:
         """Wait until it is announced as ready."""
         return self.reaches(State.READY, bound_s)
 
-    def reaches(self, state: State, bound_s: float = 20.0) -> Member:
+    def reaches(self, state: State, bound_s: float = 40.0) -> Member:
         def there() -> Member | None:
             assert self.process.poll() is None, f"{self.engine} ended: {self.said()}"
             member = self.member()
@@ -56,10 +56,10 @@ class Served:
         found: Member = until(there, bound_s, f"{self.engine} {state}")
         return found
 
-    def gone(self, bound_s: float = 20.0) -> None:
+    def gone(self, bound_s: float = 40.0) -> None:
         until(lambda: self.member() is None, bound_s, f"{self.engine} gone")
 
-    def ends(self, bound_s: float = 20.0) -> int:
+    def ends(self, bound_s: float = 40.0) -> int:
         return self.process.wait(bound_s)
 
     def order(self, order: Order) -> None:

@@ -20,7 +20,7 @@ from tidal_connector.ids import new_transfer_id
 from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 COMMAND = [sys.executable, "-m", "tidal_connector.cluster.standin"]
-_BOUND_S = 20.0
+_BOUND_S = 40.0
 
 
 def until(condition: Callable[[], Any], bound_s: float = _BOUND_S, what: str = "the awaited condition") -> Any:

@@ -148,7 +148,7 @@ def take_port(what: str, host: str, port: int) -> PortLock:
     """
     for candidate in [port] if port else _candidates():
         chosen = _bindable(what, host, candidate)
-        if chosen is not None and not listening_inodes(host, chosen):
+        if chosen is not None:
             with contextlib.suppress(OSError):
                 return PortLock(host, chosen)
     raise PortTaken(f"{what}: port {port} of {host} is taken; choose another one, or 0 for any that is free")
