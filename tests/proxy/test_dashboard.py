@@ -255,8 +255,16 @@ def test_an_engine_that_begins_anew_loses_no_bytes_and_makes_no_negative_rate() 
         (lambda s: setattr(s, "registry", RegistryView("etcd://e", True, 0.0, {"k": "no JSON"})), "warning", "no JSON"),
         (lambda s: setattr(s, "barred", ("layouts differ",)), "warning", "Barred: layouts differ"),
         (lambda s: s.add("decode-0", state="down", note="out of memory"), "warning", "It says: out of memory"),
-        (lambda s: s.count("prefill-0", transfers_failed_total=3), "warning", "prefill-0: 2 transfers failed"),
-        (lambda s: s.count("decode-0", handshakes_refused_total=1), "warning", "decode-0: 1 handshake refused"),
+        (
+            lambda s: s.count("prefill-0", transfers_failed_total=3),
+            "warning",
+            "2 transfers failed in the last minute: prefill-0 (2)",
+        ),
+        (
+            lambda s: s.count("decode-0", handshakes_refused_total=1),
+            "warning",
+            "1 handshake refused in the last minute: decode-0 (1)",
+        ),
         (lambda s: setattr(s, "retries", 2), "note", "2 requests were tried again"),
         (lambda s: s.add("decode-0", state="draining"), "note", "decode-0 is draining"),
         (lambda s: s.add("decode-0", revision="r2"), "note", "A rollout is in progress: 1 of r1, 1 of r2"),

@@ -276,6 +276,22 @@ def test_a_proxy_that_is_away_is_said_to_be_and_comes_back(cluster: Cluster, pag
     page.wait("document.getElementById('foot').innerText.includes('requests since then: none')")
 
 
+def test_proxies_that_share_an_address_are_not_taken_for_restarts(cluster: Cluster, page: Browser) -> None:
+    page.value("""(() => {
+      const real = window.fetch;
+      let turn = 0;
+      window.fetch = async (...all) => {
+        const said = await (await real(...all)).json();
+        turn += 1;
+        return new Response(JSON.stringify({ ...said, boot: `life ${turn % 2}` }));
+      };
+    })()""")
+    page.wait("document.getElementById('findings').innerText.includes('More than one proxy answers')")
+    assert page.value("document.querySelectorAll('.plot .restart').length") == 0
+    page.open(cluster.url + "/dashboard")
+    page.wait("document.querySelectorAll('tbody tr').length === 4")
+
+
 def test_a_picture_can_be_taken(page: Browser, tmp_path: Path) -> None:
     shot = page.screenshot(tmp_path / "dashboard.png")
     assert shot.read_bytes().startswith(b"\x89PNG")

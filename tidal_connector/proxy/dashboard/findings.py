@@ -110,15 +110,14 @@ def _registry(state: ProxyState) -> Iterator[Found]:
 def _engines(rows: Sequence[EngineRow], minute: Minute) -> Iterator[Found]:
     for row in rows:
         yield from _engine(row)
-    seen = {row.engine for row in rows}
     for kind, text, numbers in (
         ("transfer", "failed", minute.transfers_failed),
         ("handshake", "refused", minute.handshakes_refused),
     ):
-        for engine, number in sorted(numbers.items()):
-            if engine in seen and number:
-                what = f"{clip(engine)}: {_counted(round(number), kind)} {text} in the last minute."
-                yield Found(f"{kind} {engine}", WARNING, what, "The engine's log says why.", engine)
+        if where := {engine: round(number) for engine, number in sorted(numbers.items()) if number}:
+            engines = clip(", ".join(f"{engine} ({number})" for engine, number in where.items()))
+            what = f"{_counted(sum(where.values()), kind)} {text} in the last minute: {engines}."
+            yield Found(kind, WARNING, what, "The engines' logs say why.")
 
 
 def _engine(row: EngineRow) -> Iterator[Found]:

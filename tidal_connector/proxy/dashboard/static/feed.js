@@ -10,6 +10,8 @@ class Feed {
     this.onAge = onAge;
     this.rows = [];       // [milliseconds of performance.now(), value of each further column ...]
     this.restarts = [];   // milliseconds
+    this.boots = new Set(); // lives of proxies that have answered
+    this.mixed = false;     // an earlier one answered again: there is more than one behind this address
     this.answer = null;
     this.heard = null;    // milliseconds of the last answer
     this.tries = 0;
@@ -51,7 +53,11 @@ class Feed {
 
   take(answer) {
     const now = performance.now();
-    if (this.answer && this.answer.boot !== answer.boot) this.restarts.push(now - answer.now_s * 1000);
+    if (this.answer && this.answer.boot !== answer.boot) {
+      this.mixed = this.mixed || this.boots.has(answer.boot);
+      if (this.mixed) { this.rows = []; this.restarts = []; } else this.restarts.push(now - answer.now_s * 1000);
+    }
+    this.boots.add(answer.boot);
     for (const [at, ...values] of answer.rows) this.rows.push([now - (answer.now_s - at) * 1000, ...values]);
     const oldest = now - answer.keep_s * 1000;
     while (this.rows.length && (this.rows[0][0] < oldest || this.rows.length > MOST_ROWS)) this.rows.shift();

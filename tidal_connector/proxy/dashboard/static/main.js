@@ -22,7 +22,7 @@ const spans = new Map([...SPANS].reverse().map((span) => {
 
 function heard(feed) {
   const { answer } = feed;
-  verdict.show(answer);
+  verdict.show(answer, feed.mixed);
   charts.show(feed);
   spans.get(charts.span).checked = true;
   topology.show(answer);

@@ -15,10 +15,11 @@ class Verdict {
     this.answer = null;
     this.all = false;
     this.lost = null;
+    this.mixed = false;
     this.kept = new Kept(byId('findings'), () => html('li', {}, html('span', {}), html('div', {}, html('p', { class: 'what' }), html('p', { class: 'hint' })), html('span', { class: 'since' })));
   }
 
-  show(answer) { this.answer = answer; this.draw(); }
+  show(answer, mixed) { this.answer = answer; this.mixed = mixed; this.draw(); }
 
   // The proxy's own silence is worse than anything that it last said.
   silent(since) { this.lost = since; this.draw(); }
@@ -38,6 +39,7 @@ class Verdict {
       level: 'critical', since_s: lost.since, key: 'lost', what: 'This page gets no answer from the proxy and goes on asking.',
       hint: answer ? 'Everything below is what it said last.' : 'Is it running, and is this the right address?',
     }] : [];
+    if (this.mixed) own.push({ level: 'warning', key: 'mixed', what: 'More than one proxy answers at this address: what is shown changes between them.', hint: 'Open the page of one of them directly.' });
     const findings = [...own, ...(answer ? answer.findings : [])];
     const shown = this.all ? findings : findings.slice(0, MOST_SHOWN);
     const more = findings.length - shown.length;
