@@ -25,7 +25,7 @@ from tests.relay import Relay
 from tidal_connector.errors import RegistryLost
 from tidal_connector.registry.base import Delete, Put
 from tidal_connector.registry.common import CommonStore
-from tidal_connector.registry.etcd_store import EtcdStore, granted_ttl
+from tidal_connector.registry.etcd_store import EtcdStore
 from tidal_connector.registry.settings import RegistryConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(BINARY is None, reason="etcd is not installed")]
@@ -141,6 +141,19 @@ def test_fr_15_many_engines_come_back_together(etcd: EtcdServer, opened: Opener)
     time.sleep(TTL)
     assert len(etcd.keys(opened.root)) == 24
     assert all(hold.held for hold in holds)
+
+
+def test_who_waits_for_a_turn_needs_no_lease_of_before(etcd: EtcdServer, opened: Opener) -> None:
+    """One holds and one waits while the data is lost: both leases are gone, and only one side sees it by its entry."""
+    holds = [opened().hold("h", value, TTL) for value in (b"1", b"2")]
+    assert eventually(lambda: any(hold.held for hold in holds))
+    restart_empty(etcd)
+    assert eventually(lambda: opened.key in etcd.keys(opened.root), TTL * 2)
+    time.sleep(TTL * 0.5)
+    first = next(hold for hold in holds if hold.held)
+    first.release()
+    second = next(hold for hold in holds if hold is not first)
+    assert second.wait(TTL * 2)
 
 
 def test_an_update_during_an_outage_is_made_afterwards(etcd: EtcdServer, opened: Opener) -> None:
@@ -283,14 +296,6 @@ def test_a_frozen_or_killed_member_goes_and_does_not_come_between_its_successor(
             assert not any(each.held for each in first.said()[1:])
         assert seen.values({"h": b"first"}, GONE)
     assert seen.values({}, GONE)  # killed at the end of its context
-
-
-@pytest.mark.parametrize("ttl", [4, 5, 10, 60])
-def test_what_etcd_is_asked_for_leaves_it_time_to_look(ttl: int) -> None:
-    assert granted_ttl(ttl) == ttl - 1
-    assert granted_ttl(ttl + 0.9) == ttl - 1
-    assert granted_ttl(1) == 1
-    assert granted_ttl(3.9) == 3
 
 
 # --- FR-16: a cut watch ---
