@@ -30,10 +30,11 @@ from tidal_connector.registry.settings import open_store
 
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)"),
 ]
 
-WAIT_S = 40.0
+WAIT_S = 90.0
 STANDIN = (sys.executable, "-m", "tidal_connector.cluster.standin")
 
 

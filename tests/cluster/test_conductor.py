@@ -416,6 +416,24 @@ def test_an_engine_on_a_machine_that_is_gone_is_given_up_after_its_drain_deadlin
     assert now[0] > 5.0
 
 
+def test_no_engine_that_serves_is_stopped_for_one_that_nobody_would_start(store: MemoryStore, nodes: Nodes) -> None:
+    verbs.apply(store, spec("1"), "ann@x")
+    carry_out(store, nodes, [conductor(store)])
+    nodes.agent.release()
+    verbs.apply(store, spec("2"), "ann@x")
+    conducting = conductor(store)
+    while conducting.tick():
+        pass
+    view = view_of(store.read(""))
+    assert view.rollout is not None
+    assert view.rollout.reason == "waits for an agent on n"
+    assert all(item.want is Work.RUN for item in view.assignments.values())
+    nodes.agent = store.hold(AGENTS + "n", encode(AgentEntry()), 60)
+    assert nodes.agent.wait(WAIT_S)
+    found = carry_out(store, nodes, [conducting])
+    assert (found.status, found.reason) == (Status.DONE, "")
+
+
 def test_nothing_to_undo_pause_or_resume_is_said(store: MemoryStore, nodes: Nodes) -> None:
     for word in (verbs.undo, verbs.pause, verbs.resume):
         with pytest.raises(ConfigError, match="nothing was ever rolled out"):

@@ -8,6 +8,7 @@ agent on this machine, and a model that is not here is replaced by a small one.
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -69,6 +70,12 @@ def run_up(options: UpOptions, console: Console) -> None:
     host, port = parse_address("--listen", options.listen)
     if host not in ("127.0.0.1", "localhost"):
         raise ConfigError(f"--listen {options.listen}: tidal up is for this machine; expected 127.0.0.1:PORT")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--listen {options.listen}: {error.strerror}; choose another port") from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-up-")))

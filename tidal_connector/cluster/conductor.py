@@ -131,6 +131,15 @@ class Conductor:
             return False
         seen = observe(view, self._patience.late(view, spec))
         steps = next_steps(targets_of(spec), limits_of(spec), seen)
+        absent = sorted({node for group in spec.group if group.count for node in group.nodes} - set(view.agents))
+        if absent:
+            # What serves is not given up for what nobody would start.
+            ready = {item.engine for item in seen if item.phase is Phase.READY}
+            steps = [step for step in steps if not (isinstance(step, Stop) and step.engine in ready)]
+            waits = f"waits for an agent on {', '.join(absent)}"
+            if not steps and rollout.reason != waits:
+                self._commit(view, msgspec.structs.replace(rollout, reason=waits), [])
+                return True
         tries = [step for step in steps if isinstance(step, Try)]
         others = [step for step in steps if not isinstance(step, Try)][:_STEPS_AT_ONCE]
         if others:

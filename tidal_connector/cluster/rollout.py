@@ -34,7 +34,7 @@ from tidal_connector.errors import ConfigError, Conflict, RegistryLost
 from tidal_connector.registry.base import ABSENT, Delete, Put, Store
 
 _ATTEMPTS = 20
-_PATIENCE_S = 30.0
+_PATIENCE_S = 10.0
 _PAUSE_S = 0.5
 
 Change = Put | Delete

@@ -95,8 +95,9 @@ def _mixed(bench: Bench) -> list[Scenario]:
 
 def _never_ready(bench: Bench) -> list[Scenario]:
     more = ["--no-such-option"] if bench.options.real else ["--never-ready"]
+    spec = bench.spec("e", more=more, ready_s=None if bench.options.real else 8.0)
     return [
-        bench.scenario("apply what never becomes ready", bench.apply(bench.spec("e", more=more)), Status.HALTED),
+        bench.scenario("apply what never becomes ready", bench.apply(spec), Status.HALTED),
         bench.scenario("undo it", bench.undo),
     ]
 

@@ -31,7 +31,7 @@ _POLL_S = 0.1
 _QUIET_S = 1.0
 _OUTAGE_S = 2.0
 _DEADLINE_S = {False: 120.0, True: 1800.0}
-_READY_S = {False: 8.0, True: 900.0}
+_READY_S = {False: 60.0, True: 900.0}
 _PAUSE_S = {False: 0.0, True: 0.5}
 _NODES = ("a", "b")
 _PROBE = "the quick brown fox"
@@ -107,8 +107,17 @@ class Bench:
 
     # --- what there is ---
 
-    def spec(self, revision: str, layout: str = "v1", more: Sequence[str] = ()) -> ClusterSpec:
-        """Return the cluster's specification at a revision."""
+    def spec(
+        self, revision: str, layout: str = "v1", more: Sequence[str] = (), ready_s: float | None = None
+    ) -> ClusterSpec:
+        """Return the cluster's specification at a revision.
+
+        Args:
+            revision: any text that parts it from others.
+            layout: of the stand-ins' KV.
+            more: further arguments of the engines.
+            ready_s: until a new engine must be healthy; None: plenty.
+        """
         group: dict[str, Any] = {
             "count": self.options.engines,
             "nodes": _NODES,
@@ -129,7 +138,7 @@ class Bench:
                     "max_surge": 1 if few else 0,
                     "max_unavailable": 0 if few else 1,
                     "drain_deadline_s": 30.0,
-                    "ready_deadline_s": _READY_S[self.options.real],
+                    "ready_deadline_s": ready_s or _READY_S[self.options.real],
                     "probe": self._probe(),
                 },
                 "group": [{"role": "prefill", **group}, {"role": "decode", "tidal": decode, **group}],
