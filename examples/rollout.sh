@@ -4,7 +4,9 @@
 # refused, and the last good one brought back. Engines without a model take part (they start in a second); with real
 # ones only `command` in the file below becomes `model` and `vllm`.
 #
-#   examples/rollout.sh [REGISTRY]        about a minute; REGISTRY: etcd://127.0.0.1:2379, or a folder where not said
+#   examples/rollout.sh [REGISTRY [LISTEN]]
+#
+# About a minute. REGISTRY: such as etcd://127.0.0.1:2379; a folder where not said. LISTEN: HOST:PORT of the proxy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -12,7 +14,7 @@ PATH="$PWD/.venv/bin:$PATH"
 work=$(mktemp -d)
 registry=${1:-file://$work/registry}
 where=(--registry "$registry")
-listen=127.0.0.1:8090
+listen=${2:-127.0.0.1:8090}
 say() { printf '\n== %s\n' "$*"; }
 
 # revision NAME [STANDIN_OPTION...] writes a cluster's file

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,13 @@ from tidal_connector.cluster import agent_engine, processes
 from tidal_connector.cluster.agent_engine import EngineKeeper
 from tidal_connector.cluster.agent_folder import AgentFolder, Record
 from tidal_connector.cluster.agent_ports import Ports
-from tidal_connector.cluster.agent_settings import AgentConfig, check_agent_config, serve_settings, to_toml
+from tidal_connector.cluster.agent_settings import (
+    AgentConfig,
+    check_agent_config,
+    read_agent_config,
+    serve_settings,
+    to_toml,
+)
 from tidal_connector.cluster.rollout_records import Assignment, Report, Stage, Work
 from tidal_connector.cluster.serving import read_serve_config
 from tidal_connector.cluster.spec import ClusterSpec, build_spec, revision_id, template_id
@@ -268,6 +275,15 @@ def test_places_and_fixed_ports_reach_the_engine(bed: Bed) -> None:
     assert found["http"] == {"bind": "0.0.0.0:18101", "advertise": "10.0.0.7"}
     assert found["tidal"]["control"] == {"lease_s": 4.0, "bind": "0.0.0.0:17101", "advertise": "10.0.0.7"}
     assert "decode-1" in to_toml(found)
+
+
+def test_the_example_is_valid_as_it_is_and_with_all_that_it_offers(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "configs/agent.toml"
+    assert read_agent_config(example).host == "127.0.0.1"
+    everything = tmp_path / "agent.toml"
+    everything.write_text(re.sub(r"(?m)^# (\[\w+\]|[\w-]+ = )", r"\1", example.read_text()))
+    found = read_agent_config(everything)
+    assert (found.node, found.host, found.bind) == ("node-a", "10.0.0.1", "0.0.0.0")
 
 
 def test_an_agent_of_several_machines_must_say_where_it_is() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def test_the_example_is_valid() -> None:
     spec = read_spec(ROOT / "configs/cluster.toml")
     assert {group.name for group in spec.group} == {"prefill", "decode"}
+
+
+def test_the_example_is_valid_with_all_that_it_offers(tmp_path: Path) -> None:
+    everything = tmp_path / "cluster.toml"
+    text = (ROOT / "configs/cluster.toml").read_text()
+    everything.write_text(re.sub(r"(?m)^# ([\w-]+ = )", r"\1", text))
+    spec = read_spec(everything)
+    assert (spec.cluster.max_restarts, spec.cluster.allow_outage, spec.cluster.probe.expect) == (2, True, "four")
+    assert spec.group[0].port == 8100
 
 
 def test_groups_are_called_after_their_role_and_engines_after_their_group() -> None:

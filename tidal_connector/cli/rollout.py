@@ -206,7 +206,7 @@ def show_status(found: RolloutStatus, console: Console) -> None:
         console.print(f"  {now.reason}", highlight=False, markup=False, soft_wrap=True)
     if not found.conductor:
         console.print("  no agent conducts it at the moment")
-    table = Table("engine", "node", "revision", "", "phase", "state", "restarts", "note")
+    table = Table("engine", "node", "revision", "is", "phase", "state", "restarts", "note")
     for item in found.engines:
         table.add_row(
             item.engine,
