@@ -170,6 +170,24 @@ def test_a_crash_is_followed_by_a_pause_that_grows_and_a_new_start(bed: Bed) -> 
     assert bed.step(keeper).restarts == 0
 
 
+def test_what_a_dead_supervisor_leaves_behind_ends_before_a_new_start(bed: Bed) -> None:
+    bed.code = (
+        "import subprocess, sys; "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); sys.exit(1)"
+    )
+    keeper = bed.keeper()
+    first = bed.step(keeper)
+    wait_for(lambda: processes.identify(first.pid) is None)
+    (left,) = processes.marked(agent_engine.MARK, bed.record().file)
+    bed.code = SLEEPER
+    bed.step(keeper)
+    bed.now += 2  # the pause is over, but what holds the device is still there
+    assert bed.step(keeper).stage is Stage.BACKOFF
+    bed.now += agent_engine.LEFT_BEHIND_S
+    assert bed.step(keeper).stage is Stage.RUNNING
+    assert not processes.alive(left)
+
+
 def test_an_engine_that_ended_as_it_was_told_to_is_started_again_at_once(bed: Bed) -> None:
     bed.code = "pass"
     keeper = bed.keeper()

@@ -34,6 +34,10 @@ _log = get_logger(__name__)
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 STABLE_S = 300.0
 """An engine that has run for so long begins to count its restarts anew."""
+LEFT_BEHIND_S = 15.0
+"""Seconds that an engine has to end by itself when its supervisor has died; it notices that."""
+MARK = "TIDAL_LAUNCH"
+"""Variable by which everything that belongs to one start of an engine is found."""
 KILL_AFTER_S = 30.0
 """Seconds beyond its drain deadline that an engine has to end."""
 
@@ -185,6 +189,11 @@ class EngineKeeper:
             return self._report(assignment, Stage.BACKOFF)
         if self._clock() < self._start_at:
             return self._report(assignment, Stage.BACKOFF)
+        left = processes.marked(MARK, record.file)
+        if left and self._clock() < self._start_at + LEFT_BEHIND_S:
+            return self._report(assignment, Stage.BACKOFF)  # it still has the device's memory
+        for process in left:
+            processes.kill_tree(process)
         return self._start(assignment, spec, record.restarts, record.why)
 
     def _how_it_ended(self) -> str:
@@ -226,7 +235,7 @@ class EngineKeeper:
             why=why,
         )
         self._keep(record)  # before the process is there, so that it is found even if this agent ends right now
-        environment = child_environment(serve_environment(self._agent, spec, assignment))
+        environment = child_environment({**serve_environment(self._agent, spec, assignment), MARK: record.file})
         self._child = processes.spawn(serve_command(spec, assignment, file), environment, log)
         self._began = self._clock()
         self._keep(msgspec.structs.replace(record, process=processes.identify(self._child.pid)))

@@ -80,6 +80,18 @@ def find(word: str) -> ProcessId | None:
     return None
 
 
+def marked(name: str, value: str) -> list[ProcessId]:
+    """Return the processes that were started with a variable of a value, in whatever session: a mark that children
+    inherit from whoever started them, also when that one is gone."""
+    mark = f"{name}={value}".encode()
+    found = []
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            if mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0") and (each := identify(pid)) is not None:
+                found.append(each)
+    return found
+
+
 def terminate(process: ProcessId) -> None:
     """Ask a process to end (SIGTERM to it alone); nothing where it has ended."""
     if alive(process):
