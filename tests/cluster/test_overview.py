@@ -22,7 +22,7 @@ from tests.cluster.serve_bed import Bed
 from tests.cluster.standins import until
 from tests.etcd import free_port
 from tidal_connector.cli.main import app
-from tidal_connector.cli.status import drawn
+from tidal_connector.cli.status_table import drawn
 from tidal_connector.cluster.announcer import judge, said_of
 from tidal_connector.cluster.orders import Order, Want, order_key
 from tidal_connector.cluster.overview import EngineLine, Load, Overview, compose, load_of, overview
