@@ -519,3 +519,22 @@ def test_several_proxies_serve_the_same_engines() -> None:
         assert sum(made.counts("d0", "d1")) == 20
 
     run(story)
+
+
+def test_another_attempt_takes_another_engine_even_one_with_more_to_do() -> None:
+    async def story(made: Cluster) -> None:
+        release = asyncio.Event()
+        await made.start("p0", Replies.after(release, Replies.ok))
+        await made.start("d0", Replies.after(release, Replies.ok))
+        busy = asyncio.create_task(made.post(prompt=[1] * 5000))
+        while not made.engines["p0"].requests:
+            await asyncio.sleep(0.01)
+        made.engines["p0"].behaviour = made.engines["d0"].behaviour = Replies.ok
+        await made.start("p1", Replies.status(500))
+        made.engines["d0"].behaviour = Replies.waiting_for("p1", Replies.ok)
+        assert (await made.post()).status_code == 200
+        assert made.counts("p0", "p1") == [2, 1]
+        release.set()
+        assert (await busy).status_code == 200
+
+    run(story)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidal_connector.proxy.gate import Gate, QueueFull, WaitedInVain, retry_after
@@ -135,6 +135,7 @@ def test_what_is_granted_to_somebody_who_is_gone_is_given_back(inside: bool) -> 
     run(story())
 
 
+@settings(deadline=None)  # an event loop of its own for each example
 @given(
     st.integers(1, 4),
     st.integers(0, 6),

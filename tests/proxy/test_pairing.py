@@ -12,11 +12,14 @@ import pytest
 from tests.proxy.answers import Engines, about, layout, other_release
 from tidal_connector.control.messages import About
 from tidal_connector.errors import PeerLost, ProtocolError
+from tidal_connector.ids import EngineId, Incarnation, Role
 from tidal_connector.proxy.pairing import barred_pairs
 from tidal_connector.proxy.policy import Pair
 from tidal_connector.proxy.roster import Engine, Roster
 from tidal_connector.proxy.settings import Decode, Prefill, ProxyConfig, Timeouts
 from tidal_connector.proxy.survey import Survey
+from tidal_connector.registry.members import Member, Members, State
+from tidal_connector.registry.settings import RegistryConfig
 
 CONFIG = ProxyConfig(
     prefill=(Prefill("p0", "http://h:1", "p0:1"), Prefill("p1", "http://h:2", "p1:1")),
@@ -169,3 +172,26 @@ def test_many_reasons_are_one_line() -> None:
     engines.said["d1"] = about("d1")
     assert survey_of(CONFIG, engines, survey=survey).nothing_fits == ""
     assert len(survey.barred) == 2
+
+
+def test_an_engine_of_the_registry_is_asked_once_in_each_life_and_what_it_said_ends_with_it() -> None:
+    engines = Engines(p0=about("p0"), d0=about("d0", layout(layers=4)))
+    roster = Roster(ProxyConfig(prefill=ONE.prefill, registry=RegistryConfig(url="memory:")))
+    survey = Survey(roster, Timeouts(), engines.ask)
+
+    def tell(life: str, state: State = State.READY) -> None:
+        fields = {"http": "http://h:3", "control": "d0:1", "incarnation": Incarnation(life)}
+        member = Member(engine=EngineId("d0"), role=Role.DECODE, state=state, **fields)
+        roster.take(Members({member.engine: member}))
+
+    tell("1")
+    survey_of(ONE, engines, rounds=3, survey=survey)
+    assert engines.asked.count("d0") == 1
+    assert set(survey.barred) == {("p0", "d0")}
+    tell("2", State.STARTING)
+    assert survey.barred == {}
+    engines.said["d0"] = about("d0", life="2")
+    tell("2")
+    survey_of(ONE, engines, rounds=3, survey=survey)
+    assert engines.asked.count("d0") == 2
+    assert survey.barred == {}
