@@ -101,7 +101,7 @@ class Browser:
             raise RuntimeError(str(found["exceptionDetails"].get("exception", found["exceptionDetails"])))
         return found["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 15.0) -> Any:
+    def wait(self, expression: str, timeout_s: float = 30.0) -> Any:
         """Return what an expression comes to as soon as it is true in JavaScript's eyes."""
         until = time.monotonic() + timeout_s
         while True:
