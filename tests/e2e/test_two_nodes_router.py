@@ -65,12 +65,15 @@ def test_answers_through_the_router_equal_those_of_one_engine(nodes: Cluster, ro
     prompts = make_prompts(LENGTHS, 221, shared_prefix=False)
     reference = reference_answers(nodes, prompts)
     before = read_metrics(nodes.prefill)["tidal:bytes_pushed_total"]
-    received = [read_metrics(decode)["tidal:bytes_received_total"] for decode in nodes.decodes]
+    received = [read_metrics(decode) for decode in nodes.decodes]
     assert_equal(ask_many(router.url, prompts, NEW_TOKENS, 3), reference, LENGTHS)
     # Every prompt came over the network: none was computed anew.
-    assert read_metrics(nodes.prefill)["tidal:bytes_pushed_total"] - before == moved(nodes, LENGTHS)
     for decode, was in zip(nodes.decodes, received, strict=True):
-        assert read_metrics(decode)["tidal:bytes_received_total"] > was
+        now = read_metrics(decode)
+        for name in ("transfers_failed_total", "leases_expired_total", "handshakes_refused_total"):
+            assert now.get(f"tidal:{name}", 0.0) == was.get(f"tidal:{name}", 0.0), f"{decode.name}: {name}"
+        assert now["tidal:bytes_received_total"] > was["tidal:bytes_received_total"]
+    assert read_metrics(nodes.prefill)["tidal:bytes_pushed_total"] - before == moved(nodes, LENGTHS)
     assert_idle([nodes.prefill, *nodes.decodes])
 
 
