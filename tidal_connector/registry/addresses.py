@@ -16,7 +16,7 @@ a name                    must resolve                            must resolve, 
 empty                     refused                                 refused, unless what is bound can be advertised
 ========================= ======================================= ====================================
 
-:func:`advertised` is the one for a socket that listens; :func:`check_url` is for a URL that was given whole.
+:func:`advertised` is the one for a socket that listens; :func:`check_host` is for an address that was given whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import ipaddress
 import re
 import socket
 import threading
-from urllib.parse import urlsplit
 
 from tidal_connector.config import parse_address
 from tidal_connector.errors import ConfigError
@@ -39,11 +38,6 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 def join(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def url(host: str, port: int, scheme: str = "http") -> str:
-    """Return a base URL, with brackets around an IPv6 address."""
-    return f"{scheme}://{join(host, port)}"
 
 
 def advertised(field: str, given: str, bound: tuple[str, int]) -> str:
@@ -68,58 +62,6 @@ def advertised(field: str, given: str, bound: tuple[str, int]) -> str:
     if not 1 <= published <= 65535:
         raise ConfigError(f"{field}: port {published} cannot be connected to; expected the port that was bound")
     return join(host, published)
-
-
-def check_address(field: str, text: str) -> tuple[str, int]:
-    """Check a ``host:port`` that others connect to, and return its parts.
-
-    Raises:
-        ConfigError: others could not connect to it.
-    """
-    host, port = parse_address(field, text)
-    check_host(field, host)
-    if port == 0:
-        raise ConfigError(f"{field} = {text!r}: expected the port that was bound, not 0")
-    return host, port
-
-
-def check_url(field: str, text: str) -> None:
-    """Check a base URL that others connect to.
-
-    Raises:
-        ConfigError: it is no such URL, or others could not connect to it.
-    """
-    shown = text if len(text) <= 200 else text[:200] + "..."
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{field} = {shown!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise ConfigError(f'{field} = {shown!r}: expected a URL such as "http://10.0.0.5:8000"')
-    if parts.username or parts.query or parts.fragment or parts.path not in ("", "/"):
-        raise ConfigError(f"{field} = {shown!r}: expected scheme, host and port alone")
-    check_host(field, parts.hostname)
-
-
-def check_bind(field: str, host: str) -> None:
-    """Check that a host can be bound on this machine: one of its addresses, or all.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if not host:
-        raise ConfigError(f"{field} is empty: expected an address of this machine, or 0.0.0.0 or :: for all of them")
-    last = ""
-    for address in [str(ip)] if (ip := _parsed(host)) is not None else resolve(field, host):
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4])
-            except OSError as error:
-                last = str(error.strerror)
-            else:
-                return
-    raise ConfigError(f"{field} = {host!r}: cannot be bound ({last}); expected an address of this machine")
 
 
 def check_host(field: str, host: str) -> None:
