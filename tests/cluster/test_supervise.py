@@ -22,6 +22,8 @@ from tidal_connector.control.inquiry import inquire
 from tidal_connector.registry.base import Put
 from tidal_connector.registry.members import State
 
+pytestmark = pytest.mark.faults
+
 BODY = {"model": "m", "prompt": "high and low water", "max_tokens": 20}
 
 
