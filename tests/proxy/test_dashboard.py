@@ -442,11 +442,14 @@ def test_a_look_that_fails_is_logged_once_and_tried_again(
 
 
 def test_a_page_that_is_just_opened_gets_what_is_so_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "ALONE_S", 3600.0)
+    monkeypatch.setattr(sampler_module, "WATCHED_S", 3600.0)
+
     async def story(world: World) -> None:
-        async with asyncio.timeout(5), world.sampler.running():
-            first = await world.sampler.answer()
-            assert first is not None
-            world.clock.now += 100  # nobody watches any more, and the next look by itself is far away
+        async with asyncio.timeout(20), world.sampler.running():
+            await asyncio.sleep(0)  # it waits, and would for an hour
+            assert await world.sampler.answer() is not None
+            world.clock.now += 100  # nobody watches any more
             world.scene.add("decode-9")
             answer = await world.sampler.answer()
             assert answer is not None
