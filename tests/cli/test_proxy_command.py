@@ -59,6 +59,16 @@ def test_port_0_is_served_under_the_port_that_was_bound(tmp_path: Path, listen: 
     assert process.returncode in (0, -signal.SIGTERM)
 
 
+def test_the_proxy_takes_all_the_files_that_it_may_have() -> None:
+    script = (
+        "from resource import *; from tidal_connector.cli.proxy import raise_file_limit; "
+        "_, hard = getrlimit(RLIMIT_NOFILE); setrlimit(RLIMIT_NOFILE, (200, hard)); "
+        "print(raise_file_limit() == hard == getrlimit(RLIMIT_NOFILE)[0], raise_file_limit() == hard)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True True"
+
+
 def test_any_address_of_ipv6_takes_ipv4_too() -> None:
     with listen_on(ProxyConfig(listen="[::]:0")) as listener:
         port = listener.getsockname()[1]

@@ -18,7 +18,7 @@ import msgspec
 from tidal_connector.cluster.standin_answers import expected_text
 from tidal_connector.ids import new_transfer_id
 from tidal_connector.proxy.engines import is_stream
-from tidal_connector.proxy.wire import Client, WireError
+from tidal_connector.proxy.wire import Client
 from tidal_connector.vllm_plugin.params import decode_params, prefill_params
 
 PATH = "/v1/completions"
@@ -115,11 +115,11 @@ class Asker:
                 last_s = time.perf_counter() - began
             finally:
                 response.close()
-        _check(response.status, is_stream(response.headers), b"".join(parts), body)
+        check_answer(response.status, is_stream(response.headers), b"".join(parts), body)
         return Timed(first_s, last_s)
 
 
-def _check(status: int, streams: bool, raw: bytes, body: Body) -> None:
+def check_answer(status: int, streams: bool, raw: bytes, body: Body) -> None:
     """Look whether an answer is the one that the engines give to a body.
 
     Raises:
@@ -127,8 +127,9 @@ def _check(status: int, streams: bool, raw: bytes, body: Body) -> None:
     """
     if status != 200:
         raise WrongAnswer(f"{status}: {raw[:200]!r}")
-    if streams != bool(body.get("stream")):
-        raise WrongAnswer(f"a stream was {'not ' if body.get('stream') else ''}asked for: {raw[:200]!r}")
+    wanted_stream = bool(body.get("stream"))
+    if streams != wanted_stream:
+        raise WrongAnswer(f"a stream was {'' if wanted_stream else 'not '}asked for: {raw[:200]!r}")
     if streams and not raw.endswith(b"data: [DONE]\n\n"):
         raise WrongAnswer(f"the stream ends with {raw[-80:]!r}")
     events = [line[6:] for line in raw.split(b"\n\n") if line.startswith(b"data: {")] if streams else [raw]
@@ -138,6 +139,3 @@ def _check(status: int, streams: bool, raw: bytes, body: Body) -> None:
         raise WrongAnswer(f"no answer: {raw[:200]!r}") from None
     if text != (wanted := expected_text(body)):
         raise WrongAnswer(f"{text[:60]!r}, expected {wanted[:60]!r}")
-
-
-__all__ = ["Address", "Asker", "Body", "Timed", "WireError", "WrongAnswer"]
