@@ -21,14 +21,15 @@ RATE_MBIT = 200
 PORT = 9000
 BOUND_S = 20.0
 
-# Takes one connection, answers the first byte, then counts the others; prints the count.
+# Takes one connection, answers five bytes, one at a time, then counts the others; prints the count.
 SINK = """
 import socket, sys
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
 with socket.create_server((sys.argv[1], int(sys.argv[2])), family=family) as server:
     print("listening", flush=True)
     link, _ = server.accept()
-    link.sendall(link.recv(1))
+    for _ in range(5):
+        link.sendall(link.recv(1))
     print(sum(map(len, iter(lambda: link.recv(1 << 20), b""))), flush=True)
 """
 
@@ -41,20 +42,23 @@ def network() -> Iterator[Network]:
 
 
 def send(node: Node, address: str, length: int) -> tuple[float, float]:
-    """Send bytes from here to a sink on a node; return the seconds of one byte there and back, and of all bytes."""
+    """Send bytes from here to a sink on a node; return the least seconds of a byte there and back, and of all bytes."""
     command = node.inside([sys.executable, "-c", SINK, address, str(PORT)])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sink:
         assert sink.stdout is not None
         try:
             assert sink.stdout.readline() == "listening\n"
             with socket.create_connection((address, PORT), timeout=BOUND_S) as link:
+                trips = []
+                for _ in range(5):
+                    began = time.monotonic()
+                    link.sendall(b"x")
+                    assert link.recv(1) == b"x"
+                    trips.append(time.monotonic() - began)
                 began = time.monotonic()
-                link.sendall(b"x")
-                assert link.recv(1) == b"x"
-                answered = time.monotonic()
                 link.sendall(bytes(length))
             assert sink.stdout.readline() == f"{length}\n"
-            return answered - began, time.monotonic() - answered
+            return min(trips), time.monotonic() - began
         finally:
             sink.kill()
 
@@ -65,7 +69,7 @@ def test_a_link_is_as_fast_as_it_was_asked_for(network: Network, name: str, fami
     length = RATE_MBIT * 1_000_000 // 8 // 2
     before = network[name].traffic()
     _, seconds = send(network[name], network[name].address(family), length)
-    assert 0.45 < seconds < 2.5
+    assert 0.45 < seconds < BOUND_S / 4
     assert length < network[name].traffic().received - before.received < 1.2 * length
 
 
@@ -73,11 +77,11 @@ def test_a_delay_is_added_each_way(network: Network) -> None:
     network["far"].delay(0.02)
     try:
         answered, _ = send(network["far"], network["far"].ipv4, 1)
-        assert 0.04 <= answered < 0.2
+        assert answered >= 0.04
     finally:
         network["far"].delay(0.0)
     answered, _ = send(network["far"], network["far"].ipv4, 1)
-    assert answered < 0.03
+    assert answered < 0.04
 
 
 @pytest.mark.parametrize("name", ["near", "far"])
