@@ -8,26 +8,21 @@ the message.
 
 from __future__ import annotations
 
-import difflib
 import enum
-import ipaddress
 import os
-import re
-import types
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
+from tidal_connector.address import is_unspecified, parse_address, parse_host
 from tidal_connector.errors import ConfigError
+from tidal_connector.tables import convert_strict
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
-Settings = typing.TypeVar("Settings", bound=msgspec.Struct)
-
-_PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -274,56 +269,6 @@ def parse_bytes(field: str, value: int | str) -> int:
     return int(number * _UNITS[unit])
 
 
-def parse_address(field: str, text: str) -> tuple[str, int]:
-    """Split ``host:port`` or ``[ipv6]:port``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    plain = host[1:-1] if bracketed else host
-    odd = not plain or any(char.isspace() or char in "/;,*[]@" for char in plain) or (":" in plain) != bracketed
-    number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not colon or odd or not number or int(port) > 65535:
-        shown = text if len(text) <= 200 else text[:200] + "..."
-        raise ConfigError(f'{field} = {shown!r}: expected "host:port", or "[address]:port" for IPv6')
-    return plain, int(port)
-
-
-def is_unspecified(host: str) -> bool:
-    """Whether a host is ``0.0.0.0`` or ``::``, which one can listen on and nobody can call."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False  # a name
-
-
-def join_address(host: str, port: int) -> str:
-    """Join a host and a port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse_host(field: str, text: str) -> tuple[str, int]:
-    """Split ``host``, ``host:port``, ``ipv6``, ``[ipv6]`` or ``[ipv6]:port``; the port is 0 where there is none.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    bracketed = text.startswith("[") and text.endswith("]")
-    plain = text[1:-1] if bracketed else text
-    try:
-        return str(ipaddress.ip_address(plain)), 0
-    except ValueError:
-        pass
-    if ":" in text:
-        return parse_address(field, text)
-    try:
-        return parse_address(field, f"{text}:0")
-    except ConfigError:
-        raise ConfigError(f"{field} = {text!r}: expected a host or an address") from None
-
-
 def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> TidalConfig:
     """Translate ``kv_connector_extra_config``.
 
@@ -342,75 +287,6 @@ def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_confi
     for engine, address in config.peers.items():
         parse_address(f"{where}: peers.{engine}", address)
     return config
-
-
-def convert_strict(kind: type[Settings], given: Mapping[str, Any], where: str) -> Settings:
-    """Turn a table of settings (JSON or TOML) into its frozen struct.
-
-    Args:
-        kind: the struct.
-        given: the table as it was read.
-        where: what the table is called in messages: a file or an option.
-
-    Raises:
-        ConfigError: a key is unknown (the nearest known one is named) or a value is of the wrong type or
-            range.
-    """
-    _refuse_unknown(kind, given, where, "")
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explained(kind, given, str(error))}") from None
-
-
-def _explained(kind: type[msgspec.Struct], given: Any, message: str) -> str:
-    """Return a message of msgspec with the field in front, its value, and the values that a choice may have."""
-    found = _PLACE.fullmatch(message)
-    if found is None:
-        return message
-    path, annotation = found["path"], kind
-    value: Any = given
-    for part in re.findall(r"[^.\[\]]+", path):
-        if isinstance(value, list) and part.isdigit():
-            value = value[int(part)]
-            continue
-        struct = _struct_of(annotation)
-        if struct is None or part not in value:
-            return f"{path}: {found['what']}"
-        value, annotation = value[part], typing.get_type_hints(struct)[part]
-    choices = _choices_of(annotation)
-    what = f"expected {' or '.join(map(repr, choices))}" if choices else found["what"].replace("Expected", "expected")
-    return f"{path} = {value!r}: {what}"
-
-
-def _choices_of(annotation: Any) -> list[str]:
-    if isinstance(annotation, type) and issubclass(annotation, enum.StrEnum):
-        return [str(item) for item in annotation]
-    if typing.get_origin(annotation) is typing.Literal:
-        return list(typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
-        return [choice for part in typing.get_args(annotation) for choice in _choices_of(part)]
-    return []
-
-
-def _struct_of(annotation: Any) -> type[msgspec.Struct] | None:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (tuple, list):
-        found = (_struct_of(part) for part in typing.get_args(annotation))
-        return next((item for item in found if item is not None), None)
-    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
-
-
-def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str, path: str) -> None:
-    hints = typing.get_type_hints(kind)
-    for key, value in given.items():
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"did you mean {path + near[0]!r}?" if near else f"known: {', '.join(sorted(hints))}"
-            raise ConfigError(f"{where}: unknown key {path + str(key)!r}; {hint}")
-        inner = _struct_of(hints[key])
-        for item in value if isinstance(value, list) else [value]:
-            if inner is not None and isinstance(item, Mapping):
-                _refuse_unknown(inner, item, where, f"{path}{key}.")
 
 
 # --- environment ---

@@ -15,14 +15,16 @@ FLOORS = {
     "prefill": 3, "decode": 3, "selection": 3,
     "transfer": 2, "control": 2, "registry": 2,
     "memory": 1, "ops": 1, "_native": 1,
-    "errors": 0, "ids": 0, "config": 0, "layout": 0, "metrics": 0, "log": 0,
+    "errors": 0, "ids": 0, "address": 0, "tables": 0, "config": 0, "layout": 0, "metrics": 0, "log": 0,
 }  # fmt: skip
 
 # Within a floor only these look sideways.
 SIDEWAYS = {
     "cli": {"proxy", "cluster", "modelmaker"},
     "ops": {"_native"},
-    "config": {"errors", "ids"},
+    "address": {"errors"},
+    "tables": {"errors"},
+    "config": {"address", "errors", "ids", "tables"},
     "layout": {"errors", "ids"},
     "metrics": {"errors"},
 }

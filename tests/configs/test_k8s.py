@@ -16,10 +16,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tidal_connector.address import parse_address, parse_host
 from tidal_connector.cli.doctor.check_network import MOONCAKE_PORTS
 from tidal_connector.cli.proxy import _GRACEFUL_S
 from tidal_connector.cluster.serving import ServeConfig, read_serve_config
-from tidal_connector.config import PageKind, load_config, parse_address, parse_bytes, parse_host
+from tidal_connector.config import PageKind, load_config, parse_bytes
 from tidal_connector.proxy.app import build_app
 from tidal_connector.proxy.settings import ProxyConfig, read_config
 from tidal_connector.registry.settings import endpoints_of

@@ -29,8 +29,9 @@ from typing import NamedTuple, Self
 import pytest
 
 from tests.e2e.relay import Relay
+from tidal_connector.address import join_address
 from tidal_connector.cluster.launch import ServerProcess
-from tidal_connector.config import child_environment, join_address
+from tidal_connector.config import child_environment
 
 COMMAND_S = 20.0
 JUMBO = 9000

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidal_connector.config import parse_address
+from tidal_connector.address import parse_address
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry import addresses
 from tidal_connector.registry.addresses import advertised, check_host, join, split

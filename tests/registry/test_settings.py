@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tidal_connector.config import convert_strict
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.etcd_store import EtcdStore
 from tidal_connector.registry.file import FileStore
 from tidal_connector.registry.memory import MemoryStore
 from tidal_connector.registry.settings import RegistryConfig, check, endpoints_of, open_store
+from tidal_connector.tables import convert_strict
 
 
 def test_each_url_opens_its_store(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import msgspec
 import typer
 
 from tidal_connector.cluster.spec import read_spec
-from tidal_connector.config import convert_strict
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.settings import RegistryConfig
+from tidal_connector.tables import convert_strict
 
 RegistryUrl = Annotated[
     str, typer.Option("--registry", help="etcd://host:2379 or file:///folder; that of --config where not said.")

@@ -23,10 +23,10 @@ from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.rollout_records import Rollout, Status
 from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
 from tidal_connector.cluster.spec import ClusterSpec, read_spec
-from tidal_connector.config import convert_strict
 from tidal_connector.errors import ConfigError, RegistryLost
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.settings import RegistryConfig, open_store
+from tidal_connector.tables import convert_strict
 
 rollout = typer.Typer(
     help="Upgrade the engines of a cluster step by step, and return. cluster/ROLLOUTS.md tells how it works.",

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
+from tidal_connector.address import parse_address
 from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cli.rollout import show_status, wait_for
 from tidal_connector.cluster import rollout as verbs
@@ -26,7 +27,6 @@ from tidal_connector.cluster.rollout_records import Status
 from tidal_connector.cluster.rollout_status import RolloutStatus
 from tidal_connector.cluster.spec import ClusterSpec, Group, read_spec
 from tidal_connector.cluster.vllm_args import find_option
-from tidal_connector.config import parse_address
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.registry.settings import open_store

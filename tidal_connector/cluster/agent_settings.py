@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
+from tidal_connector.address import join_address
 from tidal_connector.cluster.rollout_records import Assignment
 from tidal_connector.cluster.serving import SuperviseConfig
 from tidal_connector.cluster.spec import ClusterSpec, filled, names_of, slot_of
-from tidal_connector.config import convert_strict, join_address
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.keys import is_name
 from tidal_connector.registry.settings import RegistryConfig, check, endpoints_of
+from tidal_connector.tables import convert_strict
 
 _PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 _LOOPBACK = ("localhost", "127.", "::1")

@@ -15,10 +15,11 @@ from typing import Any, Self
 
 import msgspec
 
+from tidal_connector.address import join_address, parse_address
 from tidal_connector.cluster.listeners import PortTaken, local_host, take_port
 from tidal_connector.cluster.serving import ServeConfig, engine_command, kv_transfer_config
 from tidal_connector.cluster.vllm_args import find_option, has_flag, served_name, without_option
-from tidal_connector.config import join_address, load_config, parse_address
+from tidal_connector.config import load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import EngineId, Role
 from tidal_connector.log import get_logger

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from tidal_connector.config import join_address
+from tidal_connector.address import join_address
 from tidal_connector.errors import ConfigError
 
 _LISTEN = "0A"

@@ -25,11 +25,12 @@ from typing import Any, Self
 
 import msgspec
 
+from tidal_connector.address import join_address
 from tidal_connector.cluster import processes
 from tidal_connector.cluster.agent_folder import AgentFolder
 from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.launch import ServerProcess, StartFailed
-from tidal_connector.config import child_environment, join_address
+from tidal_connector.config import child_environment
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.settings import RegistryConfig
 

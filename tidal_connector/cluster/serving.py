@@ -17,10 +17,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidal_connector.config import Positive, child_environment, convert_strict, load_config, parse_host
+from tidal_connector.address import parse_host
+from tidal_connector.config import Positive, child_environment, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.registry.settings import RegistryConfig
+from tidal_connector.tables import convert_strict
 
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tidal_connector.config import Positive, convert_strict, load_config
+from tidal_connector.config import Positive, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
+from tidal_connector.tables import convert_strict
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -24,9 +24,10 @@ from types import FrameType
 import msgspec
 import uvicorn
 
+from tidal_connector.address import join_address, parse_address
 from tidal_connector.cluster.standin_http import Manner, Server
 from tidal_connector.cluster.standin_rooms import PAGE_TOKENS, PAGES, Rooms, settings
-from tidal_connector.config import join_address, load_config, parse_address
+from tidal_connector.config import load_config
 from tidal_connector.control.handshake import Capacity
 from tidal_connector.errors import ConfigError, TidalError
 from tidal_connector.ids import EngineId, Role

@@ -18,8 +18,9 @@ from typing import Self
 
 import msgspec
 
+from tidal_connector.address import join_address
 from tidal_connector.cluster.standin_answers import digest
-from tidal_connector.config import ControlConfig, join_address
+from tidal_connector.config import ControlConfig
 from tidal_connector.control.handshake import Capacity
 from tidal_connector.control.loop import ControlLoop
 from tidal_connector.control.messages import Identity

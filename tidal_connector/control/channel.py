@@ -18,7 +18,8 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from tidal_connector.config import ControlConfig, join_address, parse_address
+from tidal_connector.address import join_address, parse_address
+from tidal_connector.config import ControlConfig
 from tidal_connector.control.messages import FRAME_LIMIT
 from tidal_connector.errors import ConfigError
 

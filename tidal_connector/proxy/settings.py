@@ -14,11 +14,13 @@ from typing import Annotated
 
 import msgspec
 
-from tidal_connector.config import Positive, convert_strict, parse_address
+from tidal_connector.address import parse_address
+from tidal_connector.config import Positive
 from tidal_connector.errors import ConfigError
 from tidal_connector.proxy.wire import target_of
 from tidal_connector.registry import settings as registry_settings
 from tidal_connector.registry.settings import RegistryConfig
+from tidal_connector.tables import convert_strict
 
 UVICORN_KEEPALIVE_S = 5.0
 """Seconds after which the engines' HTTP server closes an idle connection."""

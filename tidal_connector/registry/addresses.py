@@ -26,7 +26,7 @@ import re
 import socket
 import threading
 
-from tidal_connector.config import parse_address
+from tidal_connector.address import parse_address
 from tidal_connector.errors import ConfigError
 
 _RESOLVE_S = 5.0  # the resolver's own bound may be half a minute

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import msgspec
 
-from tidal_connector.config import grpc_environment, parse_address
+from tidal_connector.address import parse_address
+from tidal_connector.config import grpc_environment
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.keys import is_name

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from tidal_connector.config import join_address, parse_address
+from tidal_connector.address import join_address, parse_address
 from tidal_connector.errors import ConfigError, PeerLost
 
 

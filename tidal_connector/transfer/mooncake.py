@@ -24,7 +24,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tidal_connector.config import Protocol, TransferConfig, join_address, mooncake_environment
+from tidal_connector.address import join_address
+from tidal_connector.config import Protocol, TransferConfig, mooncake_environment
 from tidal_connector.errors import PeerLost, TransferFailed
 from tidal_connector.layout import Home
 from tidal_connector.log import get_logger

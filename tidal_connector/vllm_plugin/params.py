@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidal_connector.config import TidalConfig, parse_address
+from tidal_connector.address import parse_address
+from tidal_connector.config import TidalConfig
 from tidal_connector.errors import ConfigError, ParamsError
 from tidal_connector.ids import EngineId, TransferId
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
+from tidal_connector.address import parse_address, parse_host
 from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
 from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
-from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config, parse_address, parse_host
+from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.proxy.settings import check_config, read_config
