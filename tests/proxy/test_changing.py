@@ -68,7 +68,7 @@ class Cluster:
 
     async def gone(self, name: str) -> None:
         await asyncio.to_thread(self.entries.pop(name).withdraw)
-        await self.until(lambda text: f'engine="{name}"' not in text.split("engine_state")[-1])
+        await self.until(lambda text: f'tidal_proxy_engine_state{{engine="{name}"' not in text)
 
     async def seen(self, name: str, state: str = "ready") -> None:
         """Wait until the proxy knows an engine in a state."""
