@@ -85,6 +85,14 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes("x", text)
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"), [("64GB", "64GiB"), ("64 g", "64GiB"), ("1.5tb", "1.5TiB"), ("9KB", "9KiB")]
+)
+def test_a_unit_that_may_mean_either_is_refused_with_the_one_that_is_known(text: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f'is unknown; write ..B, as in "{advice}"$'):
+        parse_bytes("x", text)
+
+
 def test_offload_by_role_and_setting() -> None:
     assert [load_config({"offload": o}).offloads("kv_both") for o in ("auto", "on", "off", "adaptive")] == [
         False,

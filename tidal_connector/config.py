@@ -24,6 +24,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_DECIMAL = ("K", "M", "G", "T")  # which some count by 1000 and others by 1024: refused, not guessed
 
 
 class PageKind(enum.StrEnum):
@@ -264,6 +265,9 @@ def parse_bytes(field: str, value: int | str) -> int:
         number = float(digits)
     except ValueError:
         number = -1.0
+    if unit.rstrip("B") in _DECIMAL and 0 < number < 1 << 60:
+        known = unit[0] + "iB"
+        raise ConfigError(f'{field} = {value!r}: {unit} is unknown; write {known}, as in "{digits.strip()}{known}"')
     if unit not in _UNITS or not 0 < number < 1 << 60:
         raise ConfigError(f'{field} = {value!r}: expected bytes or a text such as "512MiB" or "2GiB"')
     return int(number * _UNITS[unit])

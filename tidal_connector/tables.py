@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of settings (JSON or TOML) become frozen structs; what is wrong in them is one line that names the field.
 
-Pure.
+Pure but for reading the file.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import enum
 import re
+import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +23,26 @@ from tidal_connector.errors import ConfigError
 Settings = typing.TypeVar("Settings", bound=msgspec.Struct)
 
 _PLACE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`")
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Args:
+        path: where it is.
+        what: kind of file, for messages.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{what} {path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{what} {path}: {error}") from None
 
 
 def convert_strict(kind: type[Settings], given: Mapping[str, Any], where: str) -> Settings:
@@ -87,6 +109,9 @@ def _refuse_unknown(kind: type[msgspec.Struct], given: Mapping[str, Any], where:
             hint = f"did you mean {path + near[0]!r}?" if near else f"known: {', '.join(sorted(hints))}"
             raise ConfigError(f"{where}: unknown key {path + str(key)!r}; {hint}")
         inner = _struct_of(hints[key])
-        for item in value if isinstance(value, list) else [value]:
-            if inner is not None and isinstance(item, Mapping):
-                _refuse_unknown(inner, item, where, f"{path}{key}.")
+        if inner is None:
+            continue
+        places = {f"[{number}]": item for number, item in enumerate(value)} if isinstance(value, list) else {"": value}
+        for place, item in places.items():
+            if isinstance(item, Mapping):
+                _refuse_unknown(inner, item, where, f"{path}{key}{place}.")

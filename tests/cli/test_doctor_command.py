@@ -68,7 +68,7 @@ def test_a_wrong_key_is_a_line_and_a_missing_file_is_wrong_use(tmp_path: Path) -
     assert status == 1
     assert [line.state for line in about(found, f"file {file}")] == [State.FAIL]
     missing = CliRunner().invoke(app, ["doctor", "--config", "absent.toml"])
-    assert (missing.exit_code, missing.stderr) == (2, "tidal: --config absent.toml: no such file\n")
+    assert (missing.exit_code, missing.stderr) == (2, "tidal: configuration absent.toml: no such file\n")
 
 
 @contextmanager

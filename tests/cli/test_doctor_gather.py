@@ -213,6 +213,15 @@ def test_the_example_files_say_what_they_want() -> None:
     assert (wishes.protocols, wishes.problems, len(wishes.files)) == ({Protocol.TCP}, {}, 3)
 
 
+def test_an_engine_that_listens_on_every_address_has_to_say_which_peers_use(tmp_path: Path) -> None:
+    file = tmp_path / "e.toml"
+    file.write_text('engine = "e"\n[tidal.control]\nbind = "0.0.0.0:7200"\n')
+    (address,) = read_wishes([file]).addresses
+    assert address.problem == (
+        "control.bind = '0.0.0.0' listens on every address, and control.advertise does not say which peers use"
+    )
+
+
 def test_a_pool_is_wanted_by_those_that_offload(tmp_path: Path) -> None:
     wanted = {"on": 1, "adaptive": 1, "off": 0}
     for offload, count in wanted.items():

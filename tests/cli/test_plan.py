@@ -265,6 +265,8 @@ def test_a_configuration_that_cannot_be_planned_is_one_clear_line(content: str, 
         (["--hbm", "1GiB"], "leaves nothing for KV"),
         (["--slots", "10"], "selection.slots = 10"),
         (["--dram", "many"], "--dram = 'many'"),
+        (["--hbm", "64"], '--hbm 64: that is 64 bytes; give the unit, as in "64GiB"'),
+        (["--hbm", "64GB"], "--hbm = '64GB': GB is unknown; write GiB, as in \"64GiB\""),
         (["--plot", "absent/x.png"], "--plot absent/x.png"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("control =", "controlx ="), "unknown key 'prefill.controlx'; did you mean 'prefill.control'?"),
+        (("control =", "controlx ="), "unknown key 'prefill[0].controlx'; did you mean 'prefill[0].control'?"),
         (("listen =", "lisen ="), "unknown key 'lisen'; did you mean 'listen'?"),
         (('url = "http://127.0.0.1:8200"', "url = 3"), "decode[0].url = 3: expected `str`"),
         (("http://127.0.0.1:8200", "127.0.0.1:8200"), "expected http://host:port"),

@@ -16,7 +16,7 @@ from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
 from tidal_connector.cli.doctor.command import doctor
 from tidal_connector.cli.drain import drain
-from tidal_connector.cli.ends import check_json_file, clear_ends
+from tidal_connector.cli.ends import ALL_ENDED, check_json_file, clear_ends
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.cli.plan.command import plan
 from tidal_connector.cli.rollout import rollout
@@ -83,9 +83,9 @@ def proxy(
     ] = None,
 ) -> None:
     """OpenAI-compatible proxy: picks a prefill and a decode engine and dispatches both at once."""
-    from tidal_connector.cli.proxy import proxy_config, run_proxy
-
     with clear_ends():
+        from tidal_connector.cli.proxy import proxy_config, run_proxy
+
         run_proxy(proxy_config(config, prefill or [], decode or [], listen, registry, policy))
 
 
@@ -103,9 +103,9 @@ def serve(
 
     Exit status of the former: 0 stopped as told; 1 the engine ended by itself or never served; 2 a setting is wrong.
     """
-    from tidal_connector.cli.serve import run_serve
-
     with clear_ends():
+        from tidal_connector.cli.serve import run_serve
+
         run_serve(role, config, context.args, print_only)
 
 
@@ -118,9 +118,9 @@ def agent(
     state: Annotated[Path | None, typer.Option(help="Folder for records and logs; /var/lib/tidal if not said.")] = None,
 ) -> None:
     """Runs on each node: starts, watches and drains the node's engines as rollouts want it."""
-    from tidal_connector.cli.agent import agent_config, run_agent
-
     with clear_ends():
+        from tidal_connector.cli.agent import agent_config, run_agent
+
         run_agent(agent_config(config, registry, node, host, state))
 
 
@@ -128,7 +128,7 @@ def agent(
 def up(
     file: Annotated[
         Path,
-        typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.", exists=True, dir_okay=False),
+        typer.Argument(help="What the cluster shall be, such as configs/cluster.toml."),
     ],
     model: Annotated[Path | None, typer.Option(help="Serve this checkpoint in place of the file's.")] = None,
     count: Annotated[int, typer.Option(help="Engines of each group, at most; 0: as many as the file says.", min=0)] = 1,
@@ -142,11 +142,11 @@ def up(
 
     A model that is not on this machine is replaced by a small one with random weights, as in tidal demo.
     """
-    from rich.console import Console
+    with clear_ends(ALL_ENDED):
+        from rich.console import Console
 
-    from tidal_connector.cli.up import UpOptions, run_up
+        from tidal_connector.cli.up import UpOptions, run_up
 
-    with clear_ends():
         run_up(UpOptions(file, model, count, listen, keep, until_ready), Console())
 
 
@@ -166,23 +166,23 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
 ) -> None:
     """Two engines, a proxy and real transfers on this machine; every answer beside a single engine's."""
-    from rich.console import Console
+    with clear_ends(ALL_ENDED):
+        from rich.console import Console
 
-    from tidal_connector.cli.demo.run import DemoOptions, run_demo
+        from tidal_connector.cli.demo.run import DemoOptions, run_demo
 
-    options = DemoOptions(
-        arch=arch,
-        dtype=dtype,
-        model=model,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_caching=prefix_caching,
-        pool=pool,
-        json_file=json_file,
-        keep_logs=keep_logs,
-        quick=quick,
-    )
-    with clear_ends():
+        options = DemoOptions(
+            arch=arch,
+            dtype=dtype,
+            model=model,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_caching=prefix_caching,
+            pool=pool,
+            json_file=json_file,
+            keep_logs=keep_logs,
+            quick=quick,
+        )
         check_json_file(json_file)
         result = run_demo(options, Console())
     raise typer.Exit(1 if result.shortcomings() else 0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ import typer
 from tidal_connector.cluster.spec import read_spec
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.settings import RegistryConfig
-from tidal_connector.tables import convert_strict
+from tidal_connector.tables import convert_strict, read_toml
 
 RegistryUrl = Annotated[
     str, typer.Option("--registry", help="etcd://host:2379 or file:///folder; that of --config where not said.")
@@ -23,8 +22,6 @@ RegistryFile = Annotated[
     typer.Option(
         "--config",
         help="Take the registry, with TLS and password, from this file of an engine, an agent, a proxy or a cluster.",
-        exists=True,
-        dir_okay=False,
     ),
 ]
 ClusterName = Annotated[str, typer.Option("--cluster", help="Name of the cluster, where several share a registry.")]
@@ -51,10 +48,7 @@ def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig
 
 
 def _table_of(file: Path) -> dict[str, object]:
-    try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    given = read_toml(file, "configuration")
     if "group" in given or "cluster" in given:
         spec = read_spec(file)
         return {"cluster": spec.cluster.name, **spec.cluster.registry}

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cli.ends import clear_ends, leaves
 from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.rollout_records import Rollout, Status
@@ -36,9 +36,7 @@ rollout = typer.Typer(
 _POLL_S = 0.5
 _WAIT_S = 7200.0
 
-SpecFile = Annotated[
-    Path, typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.", exists=True, dir_okay=False)
-]
+SpecFile = Annotated[Path, typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Stay until it is done or halted; Ctrl-C leaves it going on.")]
 WaitS = Annotated[float, typer.Option("--timeout", help="Seconds that --wait stays.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tidal_connector.cluster.spec import ClusterSpec, filled, names_of, slot_of
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.keys import is_name
 from tidal_connector.registry.settings import RegistryConfig, check, endpoints_of
-from tidal_connector.tables import convert_strict
+from tidal_connector.tables import convert_strict, read_toml
 
 _PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
 _LOOPBACK = ("localhost", "127.", "::1")
@@ -71,11 +70,7 @@ def read_agent_config(path: Path) -> AgentConfig:
         ConfigError: the file cannot be read, is no TOML, or cannot be meant.
     """
     where = f"agent configuration {path}"
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return check_agent_config(convert_strict(AgentConfig, given, where), where)
+    return check_agent_config(convert_strict(AgentConfig, read_toml(path, "agent configuration"), where), where)
 
 
 def check_agent_config(config: AgentConfig, where: str) -> AgentConfig:

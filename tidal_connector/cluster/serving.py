@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from tidal_connector.config import Positive, child_environment, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.registry.settings import RegistryConfig
-from tidal_connector.tables import convert_strict
+from tidal_connector.tables import convert_strict, read_toml
 
 _KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 _CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -97,10 +96,7 @@ def read_serve_config(path: Path) -> ServeConfig:
     Raises:
         ConfigError: the file cannot be read, is no TOML, or holds an unknown key or a wrong value.
     """
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"engine configuration {path}: {error}") from None
+    given = read_toml(path, "engine configuration")
     config = convert_strict(ServeConfig, given, f"engine configuration {path}")
     if not config.engine:
         raise ConfigError(f"engine configuration {path}: engine is empty; give the engine a name")

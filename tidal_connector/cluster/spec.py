@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ import msgspec
 from tidal_connector.config import Positive, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
-from tidal_connector.tables import convert_strict
+from tidal_connector.tables import convert_strict, read_toml
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -178,12 +177,7 @@ def read_spec(path: Path) -> ClusterSpec:
     Raises:
         ConfigError: the file cannot be read, is no TOML, or cannot be meant.
     """
-    where = f"cluster file {path}"
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return build_spec(given, where)
+    return build_spec(read_toml(path, "cluster file"), f"cluster file {path}")
 
 
 def build_spec(given: Mapping[str, Any], where: str) -> ClusterSpec:

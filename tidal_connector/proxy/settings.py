@@ -7,7 +7,6 @@ Pure; read once at start by the command line.
 from __future__ import annotations
 
 import enum
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ from tidal_connector.errors import ConfigError
 from tidal_connector.proxy.wire import target_of
 from tidal_connector.registry import settings as registry_settings
 from tidal_connector.registry.settings import RegistryConfig
-from tidal_connector.tables import convert_strict
+from tidal_connector.tables import convert_strict, read_toml
 
 UVICORN_KEEPALIVE_S = 5.0
 """Seconds after which the engines' HTTP server closes an idle connection."""
@@ -160,11 +159,7 @@ def read_config(path: Path) -> ProxyConfig:
     Raises:
         ConfigError: the file cannot be read, is no TOML, or holds an unknown key or a wrong value.
     """
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"proxy configuration {path}: {error}") from None
-    return convert_strict(ProxyConfig, given, f"proxy configuration {path}")
+    return convert_strict(ProxyConfig, read_toml(path, "proxy configuration"), f"proxy configuration {path}")
 
 
 def parse_prefill(text: str) -> Prefill:

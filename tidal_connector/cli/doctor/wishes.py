@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import socket
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tidal_connector.address import parse_address, parse_host
+from tidal_connector.address import is_unspecified, parse_address, parse_host
 from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
 from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
@@ -21,6 +20,7 @@ from tidal_connector.ids import Role
 from tidal_connector.proxy.settings import check_config, read_config
 from tidal_connector.registry.addresses import check_host, split
 from tidal_connector.registry.settings import RegistryConfig
+from tidal_connector.tables import read_toml
 
 
 class PoolWish(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ def read_wishes(files: Sequence[Path], registry_url: str | None = None) -> Wishe
     found, problems = Wishes(), {}
     for path in files:
         if not path.is_file():
-            raise ConfigError(f"--config {path}: no such file")
+            raise ConfigError(f"configuration {path}: no such file")
     for path in sorted(files, key=_is_cluster):  # an agent's file says which of the cluster's nodes this is
         try:
             found = _joined(found, _read(path, found.node))
@@ -129,10 +129,7 @@ def _is_cluster(path: Path) -> bool:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return read_toml(path, "configuration")
 
 
 def _read(path: Path, node: str) -> Wishes:
@@ -180,7 +177,13 @@ def _engine(path: Path) -> Wishes:
 def _control(file: str, tidal: TidalConfig) -> tuple[list[PortWish], list[AddressWish]]:
     host, port = parse_address("control.bind", tidal.control.bind)
     given = tidal.control.advertise
-    addresses = [_address(file, "control.advertise" if given else "control.bind", given or host)]
+    if not given and is_unspecified(host):
+        problem = (
+            f"control.bind = {host!r} listens on every address, and control.advertise does not say which peers use"
+        )
+        addresses = [AddressWish(file, "control.bind", host, problem)]
+    else:
+        addresses = [_address(file, "control.advertise" if given else "control.bind", given or host)]
     if tidal.transfer.host:
         addresses.append(_address(file, "transfer.host", tidal.transfer.host))
     return [PortWish(file, "control.bind", host, port)], addresses

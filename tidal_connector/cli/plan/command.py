@@ -13,6 +13,20 @@ from tidal_connector.cli.ends import clear_ends
 from tidal_connector.config import parse_bytes
 from tidal_connector.errors import ConfigError
 
+_LEAST = 1 << 20
+
+
+def _size(option: str, text: str) -> int:
+    """Return a size of memory; a number so small was meant in another unit.
+
+    Raises:
+        ConfigError: it is no size, or cannot be meant.
+    """
+    found = parse_bytes(option, text)
+    if found < _LEAST:
+        raise ConfigError(f'{option} {text}: that is {found} bytes; give the unit, as in "64GiB"')
+    return found
+
 
 def plan(
     model_config: Annotated[
@@ -70,10 +84,10 @@ def plan(
             model=model,
             latent_format=latent_format,
             index_format=index_format,
-            hbm=parse_bytes("--hbm", hbm),
-            weights=0 if weights.strip() == "0" else parse_bytes("--weights", weights),
+            hbm=_size("--hbm", hbm),
+            weights=0 if weights.strip() == "0" else _size("--weights", weights),
             utilization=utilization,
-            dram=parse_bytes("--dram", dram),
+            dram=_size("--dram", dram),
             dram_share=dram_share,
             engines=engines,
             context=context,

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that is not there is told in one form, whichever command was given it."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from tidal_connector.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["serve", "decode", "--config", "nope.toml"], "engine configuration"),
+        (["proxy", "--config", "nope.toml"], "proxy configuration"),
+        (["agent", "--config", "nope.toml"], "agent configuration"),
+        (["status", "--config", "nope.toml"], "configuration"),
+        (["drain", "decode-0", "--config", "nope.toml"], "configuration"),
+        (["rollout", "history", "--config", "nope.toml"], "configuration"),
+        (["doctor", "--config", "nope.toml"], "configuration"),
+        (["rollout", "apply", "nope.toml"], "cluster file"),
+        (["up", "nope.toml"], "cluster file"),
+    ],
+)
+def test_a_file_that_is_not_there(arguments: list[str], kind: str) -> None:
+    found = CliRunner().invoke(app, arguments)
+    assert (found.exit_code, found.stderr) == (2, f"tidal: {kind} nope.toml: no such file\n")
+
+
+def test_a_folder_is_no_file(tmp_path: object) -> None:
+    found = CliRunner().invoke(app, ["status", "--config", str(tmp_path)])
+    assert (found.exit_code, found.stderr) == (2, f"tidal: configuration {tmp_path}: cannot be read (Is a directory)\n")
