@@ -49,7 +49,7 @@ OFF = "an engine without the connector, all latents on the device"
 _SPARE = 1.3  # blocks for the answers of earlier rounds, which the prefix cache keeps for a while
 _BLOCK_SIZE = 16
 _INDEX_ROW = 132
-_FULL_BATCH, _MOST_ROUNDS = 8, 3  # a small batch is done sooner, and noise is a larger part of its time
+_FULL_BATCH, _MOST_ROUNDS = 8, 6  # a small batch is done sooner, and noise is a larger part of its time
 _CLOCK = "vllm:inter_token_latency_seconds"
 
 
