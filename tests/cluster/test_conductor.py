@@ -29,6 +29,7 @@ from tidal_connector.cluster.rollout_records import (
     View,
     Work,
     encode,
+    state_changes,
     view_of,
 )
 from tidal_connector.cluster.rollout_status import rollout_status
@@ -261,7 +262,7 @@ def test_of_operators_at_the_same_moment_one_wins() -> None:
     store.close()
 
 
-def test_an_undo_takes_the_place_of_a_running_rollout_and_a_second_undo_is_refused(
+def test_an_undo_takes_the_place_of_a_running_rollout_and_given_again_is_the_same(
     store: MemoryStore, nodes: Nodes
 ) -> None:
     verbs.apply(store, spec("1"), "ann@x")
@@ -270,11 +271,64 @@ def test_an_undo_takes_the_place_of_a_running_rollout_and_a_second_undo_is_refus
     for _ in range(4):
         nodes.turn()
         conductor(store).tick()
-    assert verbs.undo(store, "bob@y").revision == revision_id(spec("1"))
-    with pytest.raises(Conflict, match="begun by bob@y"):
-        verbs.undo(store, "eve@z")
+    back = verbs.undo(store, "bob@y")
+    assert back.revision == revision_id(spec("1"))
+    assert verbs.undo(store, "eve@z") == back
+    assert verbs.undo(store, "eve@z", to=back.revision) == back
+    verbs.pause(store, "bob@y")
+    for to in ("", back.revision):
+        with pytest.raises(Conflict, match="is paused; let it go on with: tidal rollout resume"):
+            verbs.undo(store, "eve@z", to)
+    verbs.resume(store, "bob@y")
     assert carry_out(store, nodes, [conductor(store)]).status is Status.DONE
     assert [item.status for item in verbs.read_view(store).history] == ["done", "replaced", "done"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("to", ["", "1", "2"])
+def test_a_running_undo_can_be_undone(store: MemoryStore, nodes: Nodes, paused: bool, to: str) -> None:
+    """An undo to a revision that never works, given by mistake, must not hold the operator up."""
+    for tag in ("1", "2"):
+        verbs.apply(store, spec(tag), "ann@x")
+        carry_out(store, nodes, [conductor(store)])
+    nodes.broken = {"3"}
+    verbs.apply(store, spec("3"), "ann@x")
+    assert carry_out(store, nodes, [conductor(store)]).status is Status.HALTED
+    bad = verbs.undo(store, "ann@x", to=revision_id(spec("3")))
+    view = verbs.read_view(store)
+    assert verbs.never_reached(view, bad).startswith(f"revision {bad.revision} was never reached; rollout 3 to it was")
+    if paused:
+        verbs.pause(store, "ann@x")
+    again = verbs.undo(store, "ann@x", to=revision_id(spec(to)) if to else "")
+    assert (again.number, again.revision) == (5, revision_id(spec(to or "2")))
+    assert verbs.never_reached(verbs.read_view(store), again) == ""
+    assert carry_out(store, nodes, [conductor(store)]).status is Status.DONE
+    assert [item.status for item in verbs.read_view(store).history] == ["done", "done", "halted", "replaced", "done"]
+
+
+def test_an_undo_that_crosses_another_one_does_not_turn_it_round() -> None:
+    store = Simultaneous(2)
+    with store:
+        for tag in ("1", "2"):
+            verbs.apply(store, spec(tag), "ann@x")
+            view = view_of(store.read(""))
+            assert view.rollout is not None
+            done = msgspec.structs.replace(view.rollout, status=Status.DONE)
+            store.write([*state_changes(done)], {STATE: view.version})
+        ends: list[str] = []
+
+        def operator() -> None:
+            try:
+                ends.append(verbs.undo(store, "ann@x").revision)
+            except Conflict as error:
+                ends.append(str(error).partition(" (")[0])
+
+        threads = [threading.Thread(target=operator, name=f"operator-{n}") for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert sorted(ends) == sorted([revision_id(spec("1")), "rollout 3"])
 
 
 def test_what_never_becomes_healthy_halts_in_time_and_the_old_ones_serve(store: MemoryStore, nodes: Nodes) -> None:

@@ -97,14 +97,16 @@ def apply(store: Store, spec: ClusterSpec, by: str) -> Rollout:
 def undo(store: Store, by: str, to: str = "") -> Rollout:
     """Begin a rollout back: to the last revision that was reached before the present one, or to one that is named.
 
-    It may be given while a rollout goes on, and takes its place.
+    It may be given while a rollout goes on, another undo too, and takes its place; where that one goes to the very same
+    revision already, it is returned.
 
     Raises:
-        Conflict: an undo is under way already.
+        Conflict: another operator began a rollout at the same moment, or the very same undo is paused.
         ConfigError: there is no such revision.
         RegistryLost: the registry does not answer.
     """
     token = secrets.token_hex(8)
+    answered: list[str] = []
 
     def change(view: View) -> tuple[Rollout, list[Change]]:
         now = view.rollout
@@ -112,12 +114,31 @@ def undo(store: Store, by: str, to: str = "") -> Rollout:
             raise ConfigError("nothing was ever rolled out in this cluster, so there is nothing to undo")
         if now.token == token:
             return now, []
-        if now.kind is Kind.UNDO and now.status in (Status.RUNNING, Status.PAUSED):
-            raise Conflict(_busy(now))
-        begun = _next(view, token, Kind.UNDO, _undo_target(view, now, to), by)
+        answered.append(now.token)
+        if now.token != answered[0]:
+            raise Conflict(_busy(now))  # what was to be undone has been replaced since: the word was about another one
+        target = _undo_target(view, now, to)
+        if now.kind is Kind.UNDO and now.revision == target and now.status is Status.RUNNING:
+            return now, []
+        if now.kind is Kind.UNDO and now.revision == target and now.status is Status.PAUSED:
+            raise Conflict(
+                f"rollout {now.number} is this very undo (to {now.revision}), and is paused; let it go on with: tidal "
+                "rollout resume, or go elsewhere with: tidal rollout undo --to REVISION"
+            )
+        begun = _next(view, token, Kind.UNDO, target, by)
         return begun, _begin(view, begun, by)
 
     return _transact(store, change)
+
+
+def never_reached(view: View, begun: Rollout) -> str:
+    """Return one line of warning where a rollout goes to a revision that no earlier one has reached; else nothing."""
+    earlier = [item for item in view.history if item.number < begun.number and item.revision == begun.revision]
+    if not earlier or any(item.status is Status.DONE for item in earlier):
+        return ""
+    last = earlier[-1]
+    why = f": {last.reason}" if last.reason else ""
+    return f"revision {begun.revision} was never reached; rollout {last.number} to it was {last.status}{why}"
 
 
 def pause(store: Store, by: str) -> Rollout:
@@ -187,9 +208,12 @@ def _undo_target(view: View, now: Rollout, to: str) -> str:
             known = ", ".join(sorted(view.specs)) or "none"
             raise ConfigError(f"--to {to!r}: expected the beginning of one revision; known: {known}")
         return found[0]
-    for item in reversed(view.history):
-        if item.status is Status.DONE and item.revision != now.revision and item.revision in view.specs:
-            return item.revision
+    reached = [item.revision for item in view.history if item.status is Status.DONE and item.revision in view.specs]
+    if now.kind is Kind.UNDO and now.status in (Status.RUNNING, Status.PAUSED) and reached:
+        return reached[-1]  # where that undo comes from, or goes to already
+    for revision in reversed(reached):
+        if revision != now.revision:
+            return revision
     raise ConfigError(
         f"no revision was reached before {now.revision}, so there is nothing to return to; apply another cluster.toml"
     )
@@ -225,9 +249,12 @@ def _begin(view: View, begun: Rollout, by: str) -> list[Change]:
 
 def _busy(now: Rollout) -> str:
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.at))
+    other = "return with: tidal rollout undo"
+    if now.kind is Kind.UNDO:
+        other = "take its place with: tidal rollout undo --to REVISION"
     return (
         f"rollout {now.number} ({now.kind} of {now.revision}) was begun by {now.by} at {begun} and is {now.status}; "
-        "wait for it (tidal rollout status --wait), or return with: tidal rollout undo"
+        f"wait for it (tidal rollout status --wait), or {other}"
     )
 
 
