@@ -207,6 +207,23 @@ def test_an_engine_that_an_operator_drains_stays_down_until_the_order_is_withdra
     assert view.reports[name].restarts == served.reports[name].restarts
 
 
+def test_a_second_agent_of_the_node_starts_nothing_and_is_told_of_the_first(
+    cluster: LocalCluster, store: Store, served: View, tmp_path: Path
+) -> None:
+    words = ["agent", "--registry", cluster.registry.url, "--node", "n", "--state", str(tmp_path / "other")]
+    config = tmp_path / "agent.toml"
+    config.write_text(to_toml({"registry": {"url": cluster.registry.url, "ttl_s": 2.0}}), encoding="utf-8")
+    command = [sys.executable, "-m", "tidal_connector.cli", *words, "--config", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 2
+    first = served.agents["n"]
+    assert f"node = 'n': process {first.pid} on {first.machine} (host 127.0.0.1) is this node's agent" in ended.stderr
+    assert "this agent starts and adopts nothing" in ended.stderr
+    assert not list((tmp_path / "other" / "engines").iterdir())
+    after = verbs.read_view(store)
+    assert (pids(after), after.agents) == (pids(served), served.agents)
+
+
 def json_toml(of: ClusterSpec, url: str) -> str:
     table = msgspec.to_builtins(of)
     table["cluster"]["registry"] = {"url": url}

@@ -58,7 +58,7 @@ class Nodes:
     """Every node's agent and engines at once: each turn does what the assignments want, at once and without fault.
 
     ``broken`` holds tags whose engines end by themselves, ``silent`` those whose engines never become healthy, and
-    ``layouts`` the layout of each tag.
+    ``layouts`` the layout of each tag. ``places`` says where an agent has started an engine, if elsewhere.
     """
 
     def __init__(self, store: Store) -> None:
@@ -66,6 +66,7 @@ class Nodes:
         self.broken: set[str] = set()
         self.silent: set[str] = set()
         self.layouts: dict[str, str] = {}
+        self.places: dict[str, str] = {}
         self.holds: dict[str, Hold] = {}
         self.agent = store.hold(AGENTS + "n", encode(AgentEntry()), 60)
         assert self.agent.wait(WAIT_S)
@@ -106,7 +107,7 @@ class Nodes:
                 note=note,
             )
         )
-        return report(Stage.RUNNING, pid=1)
+        return report(Stage.RUNNING, pid=1, http=self.places.get(item.engine, "h:1"))
 
     def _announce(self, member: Member) -> None:
         value = msgspec.json.encode(member)
@@ -486,6 +487,43 @@ def test_no_engine_that_serves_is_stopped_for_one_that_nobody_would_start(store:
     assert nodes.agent.wait(WAIT_S)
     found = carry_out(store, nodes, [conducting])
     assert (found.status, found.reason) == (Status.DONE, "")
+
+
+def test_an_engine_that_no_agent_runs_is_named_and_never_let_in(store: MemoryStore, nodes: Nodes) -> None:
+    """Somebody else's process has the name of an engine that its agent has started, too."""
+    verbs.apply(store, spec("1", 2, 2), "ann@x")
+    nodes.places["prefill-0"] = "h:2"
+    conducting = conductor(store)
+    for _ in range(40):
+        nodes.turn()
+        conducting.tick()
+    view = view_of(store.read(""))
+    assert view.rollout is not None
+    said = "another process announces prefill-0, at http://h:1; node n's agent runs one at h:2. End the other one"
+    assert (view.rollout.status, view.rollout.reason) == (Status.RUNNING, said)
+    assert not view.assignments["prefill-0"].admitted
+    assert next(item.note for item in rollout_status(view).engines if item.engine == "prefill-0") == said
+    nodes.places.clear()  # the other one is ended
+    found = carry_out(store, nodes, [conducting])
+    assert (found.status, found.reason) == (Status.DONE, "")
+
+
+def test_a_rollout_that_waits_for_an_orphan_to_end_says_so(store: MemoryStore, nodes: Nodes) -> None:
+    verbs.apply(store, spec("1"), "ann@x")
+    carry_out(store, nodes, [conductor(store)])
+    verbs.apply(store, spec("2"), "ann@x")
+    conducting = conductor(store)
+    conducting.tick()
+    assert view_of(store.read("")).assignments["prefill-0"].want is Work.STOP
+    orphan = nodes.holds.pop("prefill-0")  # lives on, whatever the agent ends
+    for _ in range(20):
+        nodes.turn()
+        conducting.tick()
+    view = view_of(store.read(""))
+    assert view.rollout is not None
+    assert view.rollout.reason.startswith("another process announces prefill-0, at http://h:1; the one that node n's")
+    orphan.release()
+    assert carry_out(store, nodes, [conducting]).status is Status.DONE
 
 
 def test_nothing_to_undo_pause_or_resume_is_said(store: MemoryStore, nodes: Nodes) -> None:

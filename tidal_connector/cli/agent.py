@@ -50,7 +50,7 @@ def run_agent(config: AgentConfig) -> None:
     """Keep this node's engines until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: a setting cannot be used, or another agent works in the same folder.
+        ConfigError: a setting cannot be used, or another agent works in the same folder or as the same node.
     """
     configure(log_level() or "INFO")
     until = threading.Event()
@@ -63,6 +63,8 @@ def run_agent(config: AgentConfig) -> None:
         signal.signal(number, end)
     with AgentFolder(Path(config.state)) as folder, open_store(config.registry) as store:
         _log.info("agent of node %s at %s, registry %s", config.node, config.host, config.registry.url)
-        with Agent(config, store, folder) as agent, Conductor(store, config.node, config.registry.ttl_s):
-            agent.run(until)
+        with Agent(config, store, folder) as agent:
+            agent.await_place(until)
+            with Conductor(store, config.node, config.registry.ttl_s):
+                agent.run(until)
     _log.info("the agent ends; its engines live on")

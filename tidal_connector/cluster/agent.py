@@ -4,7 +4,8 @@
 It watches ``rollout/`` and ``orders/``; engines are processes of their own that live on when it ends, however it ends,
 and that it adopts when it comes back. What it cannot hear it does not act on: while the registry is away, engines that
 crash are started again, and nothing else changes. An engine whose assignment is gone is drained only where the registry
-has a rollout's state; a registry that has lost its data gets the rollout back from the agents instead.
+has a rollout's state; a registry that has lost its data gets the rollout back from the agents instead. It touches no
+engine before it has its node's place in the registry (``agent_place``): another agent of that name may run them.
 
 ``Agent`` is a context manager; ``run`` blocks its caller, the only thread that touches engines.
 """
@@ -12,7 +13,6 @@ has a rollout's state; a registry that has lost its data gets the rollout back f
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,22 +21,19 @@ from typing import Self
 
 import msgspec
 
-from tidal_connector import __version__
 from tidal_connector.cluster.agent_engine import EngineKeeper
 from tidal_connector.cluster.agent_folder import AgentFolder
+from tidal_connector.cluster.agent_place import AgentPlace
 from tidal_connector.cluster.agent_ports import Ports
 from tidal_connector.cluster.agent_settings import AgentConfig
 from tidal_connector.cluster.orders import ORDERS, Order, Want, encode_order, order_key
 from tidal_connector.cluster.rollout_records import (
-    AGENTS,
     CONDUCTOR,
     REPORTS,
     ROLLOUT,
     STATE,
-    AgentEntry,
     Report,
     View,
-    encode,
     view_of,
 )
 from tidal_connector.errors import Conflict, RegistryLost, TidalError
@@ -80,17 +77,12 @@ class Agent:
         self._orphan_since: dict[str, float] = {}
         self._told: tuple[dict[str, Report], float] | None = None
         self._kept: dict[str, bytes] = {}
+        self._adopted = False
+        self._place = AgentPlace(config, store, clock)
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        config = self._config
-        for name, record in self._folder.records().items():
-            self._ports.hold(name, record.ports)
-            self._engines[name] = EngineKeeper(config, self._folder, self._ports, name, record, self._clock)
-        self._kept = self._folder.cluster()
-        entry = AgentEntry(host=config.host, pid=os.getpid(), version=__version__)
-        hold = self._store.hold(AGENTS + config.node, encode(entry), config.registry.ttl_s)
-        self._exit.callback(hold.release)
+        self._exit.enter_context(self._place)
         for prefix in (ROLLOUT, ORDERS):
             self._exit.enter_context(self._store.watch(prefix, self._listener(prefix)))
         return self
@@ -100,15 +92,36 @@ class Agent:
     ) -> None:
         self._exit.close()
 
+    def await_place(self, until: threading.Event) -> None:
+        """Wait until this is the node's agent, or the event is set.
+
+        Raises:
+            ConfigError: another agent is this node's already.
+        """
+        while not until.is_set() and not self._place.ours():
+            until.wait(_TICK_S)
+
     def run(self, until: threading.Event) -> None:
-        """Work until the event is set; the engines live on."""
+        """Work until the event is set; the engines live on.
+
+        Raises:
+            ConfigError: another agent is this node's already.
+        """
         while not until.is_set():
             self.tick()
             self._wake.wait(_TICK_S)
             self._wake.clear()
 
     def tick(self) -> None:
-        """Do what is due now."""
+        """Do what is due now.
+
+        Raises:
+            ConfigError: another agent is this node's already.
+        """
+        if not self._place.ours():
+            return
+        if not self._adopted:
+            self._adopt()
         with self._lock:
             heard = dict(self._heard)
         rollout, orders = heard.get(ROLLOUT), heard.get(ORDERS)
@@ -138,6 +151,14 @@ class Agent:
             engine.end()
 
     # --- inside ---
+
+    def _adopt(self) -> None:
+        """Take up the engines that live on from an earlier agent of this folder."""
+        self._adopted = True
+        for name, record in self._folder.records().items():
+            self._ports.hold(name, record.ports)
+            self._engines[name] = EngineKeeper(self._config, self._folder, self._ports, name, record, self._clock)
+        self._kept = self._folder.cluster()
 
     def _listener(self, prefix: str) -> Callable[[Snapshot], None]:
         def hear(snapshot: Snapshot) -> None:

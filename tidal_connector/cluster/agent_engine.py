@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tidal_connector.address import join_address
 from tidal_connector.cluster import processes
 from tidal_connector.cluster.agent_folder import AgentFolder, Record, last_line, turn_over
 from tidal_connector.cluster.agent_ports import Ports
@@ -261,5 +262,6 @@ class EngineKeeper:
             restarts=record.restarts if record is not None else 0,
             why=(why or (record.why if record is not None else ""))[:2000],
             pid=self._pid(),
+            http=join_address(self._agent.host, record.ports[0]) if record is not None else "",
             log=str(self._folder.log(self._name)),
         )

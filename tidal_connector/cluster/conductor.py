@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 from tidal_connector.cluster.conductor_probe import Verdict, run_probe
-from tidal_connector.cluster.conductor_view import limits_of, observe, targets_of
+from tidal_connector.cluster.conductor_view import announced_elsewhere, limits_of, observe, targets_of
 from tidal_connector.cluster.orders import Order, Want, encode_order, order_key
 from tidal_connector.cluster.rollout_records import (
     CONDUCTOR,
@@ -51,6 +51,7 @@ _STEPS_AT_ONCE = 20
 _NOT_ITS_FAULT = 20
 """Failed probes that a new engine survives where its counterpart is to blame: it may just have died."""
 _JOIN_S = 10.0
+_REASON = 2000
 
 Ask = Callable[[Member, Member, Probe], Verdict]
 Change = Put | Delete
@@ -136,10 +137,12 @@ class Conductor:
             # What serves is not given up for what nobody would start.
             ready = {item.engine for item in seen if item.phase is Phase.READY}
             steps = [step for step in steps if not (isinstance(step, Stop) and step.engine in ready)]
-            waits = f"waits for an agent on {', '.join(absent)}"
-            if not steps and rollout.reason != waits:
-                self._commit(view, msgspec.structs.replace(rollout, reason=waits), [])
-                return True
+        waits = [f"waits for an agent on {', '.join(absent)}"] if absent else []
+        waits += [line for item in view.assignments.values() if (line := announced_elsewhere(view, item))]
+        reason = "; ".join(waits)[:_REASON]
+        if not steps and rollout.reason != reason:
+            self._commit(view, msgspec.structs.replace(rollout, reason=reason), [])
+            return True
         tries = [step for step in steps if isinstance(step, Try)]
         others = [step for step in steps if not isinstance(step, Try)][:_STEPS_AT_ONCE]
         if others:
@@ -207,7 +210,7 @@ class Conductor:
         if not used_up:
             return False  # again at the next tick, by then the other engine's end may have become known
         marked = [Put(ENGINES + i.engine, encode(msgspec.structs.replace(i, why=verdict.why[:1000]))) for i in new]
-        self._commit(view, _ended(rollout, Status.HALTED, verdict.why[:2000]), marked)
+        self._commit(view, _ended(rollout, Status.HALTED, verdict.why[:_REASON]), marked)
         return True
 
     def _commit(self, view: View, after: Rollout, changes: Sequence[Change]) -> None:

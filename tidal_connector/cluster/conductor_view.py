@@ -50,9 +50,26 @@ def waiting_for(view: View, assignment: Assignment) -> str:
     report, member = view.report(assignment), view.members.engines.get(assignment.engine)
     if assignment.node not in view.agents:
         return f"node {assignment.node} has no agent"
+    other = announced_elsewhere(view, assignment)
+    if other:
+        return other
     if report is not None and report.why:
         return report.why
     return member.note if member is not None else ""
+
+
+def announced_elsewhere(view: View, item: Assignment) -> str:
+    """Return one line where an engine's name is announced by a process that its agent does not run; else nothing."""
+    report, member = view.report(item), view.members.engines.get(item.engine)
+    if report is None or member is None or item.node not in view.agents:
+        return ""
+    where = f"{item.engine}, at {member.http}"
+    if report.stage is Stage.STOPPED:
+        return f"another process announces {where}; the one that node {item.node}'s agent ran has ended. End that one"
+    there = member.http.partition("://")[2]
+    if report.stage is not Stage.RUNNING or not report.http or there == report.http:
+        return ""
+    return f"another process announces {where}; node {item.node}'s agent runs one at {report.http}. End the other one"
 
 
 def _seen(view: View, item: Assignment, late: bool) -> Seen:
@@ -77,7 +94,7 @@ def _phase(view: View, item: Assignment, member: Member | None, late: bool) -> t
         return Phase.FAILED, failure
     # A dead agent's report is old, but its engines live on and speak for themselves.
     running = (report is not None and report.stage is Stage.RUNNING) or item.node not in view.agents
-    up = running and member is not None and _same_life(member, item)
+    up = running and member is not None and _same_life(member, item) and not announced_elsewhere(view, item)
     if item.admitted:
         if up and member is not None and member.state is State.READY:
             return Phase.READY, ""

@@ -150,6 +150,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         restarts: how often it has ended by itself.
         why: what was last wrong.
         pid: its supervisor's process; 0 where there is none.
+        http: ``host:port`` at which it will announce its HTTP server; empty where it is not started.
         log: file that holds its output, on its node.
     """
 
@@ -159,6 +160,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     why: Text = ""
     pid: int = 0
+    http: Text = ""
     log: Text = ""
 
 
@@ -169,11 +171,17 @@ class AgentEntry(msgspec.Struct, frozen=True, kw_only=True):
         host: address that peers use for its engines.
         pid: its process.
         version: of this package.
+        machine: host name of its machine.
+        life: random; another one after every start.
+        ttl_s: seconds for which its entry outlives it.
     """
 
     host: str = ""
     pid: int = 0
     version: str = ""
+    machine: str = ""
+    life: str = ""
+    ttl_s: float = 0.0
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
