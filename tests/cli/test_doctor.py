@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.cli.machines import POOL, asks, machine, registry
+from tidal_connector.cli.doctor.cluster_wishes import NodeWish, PlaceWish
 from tidal_connector.cli.doctor.examine import examine
 from tidal_connector.cli.doctor.facts import (
     Ascend,
@@ -464,12 +465,82 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         "MC_MIN_RPC_PORT",
     ),
     "the registry does not answer": (
-        {"registry": registry(error="no answer within 5 s")},
+        {"registry": registry(error="etcd://10.0.0.9:2379: no answer within 5 s")},
         asks(),
         "registry",
         State.FAIL,
         "etcd://10.0.0.9:2379: no answer within 5 s",
         "etcdctl endpoint health",
+    ),
+    "the registry's address is no address": (
+        {"registry": registry(error="registry.url = 'http://x'", fix="correct this setting")},
+        asks(),
+        "registry",
+        State.FAIL,
+        "http://x",
+        "correct this setting",
+    ),
+    "the registry's folder is not there": (
+        {"registry": registry(error="registry.url = 'file:///x': no such folder", absent=True)},
+        asks(),
+        "registry",
+        State.WARN,
+        "no such folder",
+        "no agent or engine was started yet",
+    ),
+    "a node that the cluster does not know": (
+        {},
+        asks(nodes=(NodeWish("cluster.toml", "host", ("a", "b"), 2),)),
+        "node host",
+        State.WARN,
+        "is no node of cluster.toml (a, b)",
+        'node = "..."',
+    ),
+    "a node without an agent": (
+        {"registry": registry(agents=frozenset({"a"}))},
+        asks(nodes=(NodeWish("cluster.toml", "a", ("a", "b", "c"), 2),)),
+        "agents",
+        State.WARN,
+        "none runs on b, c:",
+        "tidal agent",
+    ),
+    "a model that is not on this node": (
+        {},
+        asks(
+            nodes=(NodeWish("cluster.toml", "a", ("a",), 1),),
+            places=(PlaceWish("cluster.toml", "model of group decode", "/models/x", "no such folder"),),
+        ),
+        "model",
+        State.FAIL,
+        "/models/x, model of group decode of cluster.toml: no such folder",
+        "mount the checkpoint",
+    ),
+    "a model that may be needed on another node only": (
+        {},
+        asks(
+            nodes=(NodeWish("cluster.toml", "host", ("a",), 1),),
+            places=(PlaceWish("cluster.toml", "model of group decode", "/models/x", "no such folder"),),
+        ),
+        "model",
+        State.WARN,
+        "no such folder",
+        "mount the checkpoint",
+    ),
+    "an agent that cannot keep its records": (
+        {},
+        asks(places=(PlaceWish("agent.toml", "state", "/var/lib/tidal", "this user may not write there"),)),
+        "state",
+        State.FAIL,
+        "/var/lib/tidal, state of agent.toml: this user may not write there",
+        "chown",
+    ),
+    "the agent has no ports left": (
+        {"listeners": tuple(Listener("::", port, 0, "") for port in range(21000, 21009))},
+        asks(ranges=(PortRange("agent.toml", 21000, 21009),)),
+        "ports 21000",
+        State.FAIL,
+        "1 free",
+        "wider range",
     ),
     "the registry is slow": (
         {"registry": registry(latencies_s=(0.4, 0.5, 2.0))},
@@ -588,6 +659,28 @@ def test_ports_on_different_addresses_do_not_meet() -> None:
     taken = (Listener("10.0.0.7", 7200, 1, "nginx"),)
     lines = found(machine(listeners=taken), asks(ports=(WAITING, other)), "port 7200")
     assert [line.state for line in lines] == [State.PASS, State.PASS]
+
+
+def test_what_an_agent_s_file_and_a_cluster_s_name_has_a_line_where_it_is_well() -> None:
+    wishes = asks(
+        nodes=(NodeWish("cluster.toml", "a", ("a", "b"), 2),),
+        places=(PlaceWish("cluster.toml", "model of group d", "/m", ""), PlaceWish("agent.toml", "state", "/s", "")),
+        ranges=(PortRange("agent.toml", 21000, 21999),),
+    )
+    lines = found(machine(registry=registry(agents=frozenset("ab"))), wishes)
+    shown = {line.what: line.text for line in lines if line.state is State.PASS}
+    assert shown["node a"] == "runs 2 engines of cluster.toml"
+    assert shown["model"] == "/m, model of group d of cluster.toml"
+    assert shown["state"] == "/s, state of agent.toml"
+    assert shown["ports 21000 to 21999"] == "1000 free, for engines of agent.toml"
+    assert shown["agents"] == "one on each of a, b"
+    assert shown["engines"] == "no engine is announced in cluster default"
+
+
+def test_an_address_that_cannot_be_read_ends_no_other_check() -> None:
+    address = AddressWish("d", "control.bind", "127.0.0.1", "")
+    wishes = asks(addresses=(address,), registry=RegistryConfig(url="etcd://host"))
+    assert [line.state for line in found(machine(), wishes, "address")] == [State.WARN]
 
 
 def test_etcd_on_loopback_needs_no_tls() -> None:

@@ -113,6 +113,9 @@ def test_a_real_etcd_is_asked_and_its_engines_are_looked_at(tmp_path: Path) -> N
             assert 0 < max(facts.latencies_s) < 5
             assert facts.skews_s["old"] < -20 * 365 * 86400
             assert set(facts.unreachable) == {"gone"}
+            assert facts.agents == frozenset()
+            store.write([Put("agents/node-a", b"{}")])
+            assert ask_registry(config).agents == {"node-a"}
 
             file = tmp_path / "e.toml"
             file.write_text(f'{ENGINE.format("2MiB")}[registry]\nurl = "{etcd.url}"\ncluster = "here"\n')
@@ -131,3 +134,18 @@ def test_an_etcd_that_is_not_there_is_a_failing_line() -> None:
     assert status == 1
     (line,) = about(found, "registry")
     assert (line.state, "etcdctl endpoint health" in line.fix) == (State.FAIL, True)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:2379", "etcd://host", "file://relative"])
+def test_a_registry_s_address_that_cannot_be_meant_is_not_said_to_be_silent(url: str) -> None:
+    status, found = diagnose("--registry", url)
+    (line,) = about(found, "registry")
+    assert (status, line.state, line.fix) == (1, State.FAIL, "correct this setting, or --registry")
+    assert "expected" in line.text
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    _, found = diagnose("--registry", f"file://{tmp_path}/r")
+    (line,) = about(found, "registry")
+    assert (line.state, "no such folder" in line.text) == (State.WARN, True)
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.machines import asks, write
 from tidal_connector.cli.doctor import gather as gathering
 from tidal_connector.cli.doctor.clock import read_clock
+from tidal_connector.cli.doctor.cluster_wishes import NodeWish, state_wish
 from tidal_connector.cli.doctor.facts import Facts, HugeMount, HugePages, NumaNode
 from tidal_connector.cli.doctor.gather import gather
 from tidal_connector.cli.doctor.wishes import PoolWish, Wishes, read_wishes
@@ -247,14 +248,42 @@ def test_a_cluster_s_file_counts_the_engines_of_one_node(tmp_path: Path) -> None
 def test_an_agent_s_file_says_which_node_this_is(tmp_path: Path) -> None:
     file, agent = tmp_path / "cluster.toml", tmp_path / "agent.toml"
     file.write_text(CLUSTER)
-    for node, pools in (("a", 2), ("b", 1), ("c", 0)):
+    for node, pools in (("a", 2), ("b", 1), ("c", 2)):  # c is no node of it, so the fullest one is looked at
         agent.write_text(f'node = "{node}"\nhost = "10.0.0.7"\n[registry]\nurl = "etcd://10.0.0.9:2379"\n')
         wishes = read_wishes([file, agent])
         assert (wishes.problems, len(wishes.pools), wishes.node) == ({}, pools, node)
+        engines = {"a": 3, "b": 1, "c": 3}[node]
+        assert wishes.nodes == (NodeWish(str(file), node, ("a", "b"), engines),)
     assert [(each.first, each.last) for each in wishes.ranges] == [(21000, 21999)]
     assert [(each.text, each.problem) for each in wishes.addresses] == [("10.0.0.7", "")]
+    assert [(each.field, each.path) for each in wishes.places] == [("state", "/var/lib/tidal")]
     example = read_wishes([ROOT / "configs/agent.toml", ROOT / "configs/cluster.toml"])
     assert (example.problems, len(example.files)) == ({}, 2)
+    assert [pool.bytes for pool in example.pools] == [256 * GIB]
+    assert "no such folder" in {each.problem for each in example.places if each.field.startswith("model")}
+
+
+def test_models_are_looked_for_where_they_are_served(tmp_path: Path) -> None:
+    file, model = tmp_path / "cluster.toml", tmp_path / "model"
+    file.write_text(CLUSTER.replace('"m"', f'"{model}"'))
+
+    def problems() -> set[str]:
+        return {each.problem for each in read_wishes([file]).places}
+
+    assert problems() == {"no such folder"}
+    model.mkdir()
+    assert problems() == {"no config.json in it"}
+    (model / "config.json").write_text("{}")
+    assert problems() == {""}
+    file.write_text(CLUSTER)  # a name
+    assert problems() == set()
+
+
+def test_an_agent_s_folder_has_to_be_one_that_can_be_written(tmp_path: Path) -> None:
+    assert state_wish("agent.toml", str(tmp_path / "a/b")).problem == ""
+    (tmp_path / "a").write_text("")
+    assert state_wish("agent.toml", str(tmp_path / "a/b")).problem == f"{tmp_path}/a is no folder"
+    assert state_wish("agent.toml", "/proc/tidal").problem == "this user may not write in /proc" or not os.getuid()
 
 
 def test_what_is_wrong_with_a_file_hides_no_other(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -28,6 +30,19 @@ def test_a_file_that_is_not_there(arguments: list[str], kind: str) -> None:
     assert (found.exit_code, found.stderr) == (2, f"tidal: {kind} nope.toml: no such file\n")
 
 
-def test_a_folder_is_no_file(tmp_path: object) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["drain", "decode-0"], *(["rollout", each] for each in ("history", "status", "undo", "pause"))],
+)
+def test_a_registry_that_is_not_there_is_neither_made_nor_taken_for_an_empty_one(
+    command: list[str], tmp_path: Path
+) -> None:
+    found = CliRunner().invoke(app, [*command, "--registry", f"file://{tmp_path}/r"])
+    assert found.exit_code == 2
+    assert f"registry.url = 'file://{tmp_path}/r': no such folder" in found.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["status", "--config", str(tmp_path)])
     assert (found.exit_code, found.stderr) == (2, f"tidal: configuration {tmp_path}: cannot be read (Is a directory)\n")

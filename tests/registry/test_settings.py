@@ -11,7 +11,14 @@ from tidal_connector.errors import ConfigError
 from tidal_connector.registry.etcd_store import EtcdStore
 from tidal_connector.registry.file import FileStore
 from tidal_connector.registry.memory import MemoryStore
-from tidal_connector.registry.settings import RegistryConfig, check, endpoints_of, open_store
+from tidal_connector.registry.settings import (
+    NothingThere,
+    RegistryConfig,
+    check,
+    endpoints_of,
+    open_store,
+    refuse_absent,
+)
 from tidal_connector.tables import convert_strict
 
 
@@ -29,6 +36,22 @@ def test_clusters_share_a_directory_and_no_entry(tmp_path: Path) -> None:
     with one, two:
         one.write([Put("k", b"")])
         assert two.read("").entries == {}
+
+
+def test_who_only_reads_is_told_of_a_folder_or_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/r"
+    with pytest.raises(NothingThere, match=r"^registry\.url = 'file://.*/r': no such folder; the first agent"):
+        refuse_absent(RegistryConfig(url=url))
+    assert list(tmp_path.iterdir()) == []
+    for name in ("one", "two"):
+        open_store(RegistryConfig(url=url, cluster=name)).close()
+    refuse_absent(RegistryConfig(url=url, cluster="two"))
+    with pytest.raises(NothingThere, match=r"^registry\.cluster = 'nope': no such cluster in .*; there: one, two$"):
+        refuse_absent(RegistryConfig(url=url, cluster="nope"))
+    assert sorted(each.name for each in (tmp_path / "r").iterdir()) == ["one", "two"]
+    refuse_absent(RegistryConfig(url="etcd://127.0.0.1:9"))
+    with pytest.raises(ConfigError, match="absolute path"):
+        refuse_absent(RegistryConfig(url="file://relative"))
 
 
 def test_endpoints() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from tidal_connector.cluster.spec import read_spec
 from tidal_connector.errors import ConfigError
-from tidal_connector.registry.settings import RegistryConfig
+from tidal_connector.registry.settings import RegistryConfig, refuse_absent
 from tidal_connector.tables import convert_strict, read_toml
 
 RegistryUrl = Annotated[
@@ -28,7 +28,7 @@ ClusterName = Annotated[str, typer.Option("--cluster", help="Name of the cluster
 
 
 def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig:
-    """Return where the registry is.
+    """Return where the registry is, for commands that make none.
 
     Args:
         file: a TOML file with a ``[registry]`` or, of a whole cluster, a ``[cluster.registry]`` table.
@@ -36,7 +36,7 @@ def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig
         cluster: counts before the file's.
 
     Raises:
-        ConfigError: nothing says it, or the file cannot be read.
+        ConfigError: nothing says it, the file cannot be read, or it is a folder that is not there.
     """
     table = _table_of(file) if file is not None else {}
     if url:
@@ -44,7 +44,9 @@ def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig
     if not table.get("url"):
         raise ConfigError("no registry; give --registry etcd://host:2379, or --config FILE with a [registry] table")
     config = convert_strict(RegistryConfig, table, f"{file}: [registry]" if file else "--registry")
-    return msgspec.structs.replace(config, cluster=cluster) if cluster else config
+    config = msgspec.structs.replace(config, cluster=cluster) if cluster else config
+    refuse_absent(config)
+    return config
 
 
 def _table_of(file: Path) -> dict[str, object]:

@@ -91,6 +91,31 @@ def _check_etcd(config: RegistryConfig) -> None:
             raise ConfigError(f"registry.{field} = {path!r}: the file is empty")
 
 
+class NothingThere(ConfigError):
+    """A directory, or a cluster in it, that nobody has made."""
+
+
+def refuse_absent(config: RegistryConfig) -> None:
+    """Refuse a directory that is not there, for those who only read or give orders.
+
+    Whoever announces an engine, runs an agent or begins the first rollout makes it; to everybody else it is a typing
+    error. Of etcd nothing is asked: there a cluster without entries is none.
+
+    Raises:
+        ConfigError: a field is wrong.
+        NothingThere: there is no such directory, or no such cluster in it.
+    """
+    check(config)
+    if not config.url.startswith("file://"):
+        return
+    place = Path(config.url.removeprefix("file://"))
+    if not place.is_dir():
+        raise NothingThere(f"registry.url = {config.url!r}: no such folder; the first agent or engine makes it")
+    if not (place / config.cluster).is_dir():
+        known = ", ".join(sorted(each.parent.name for each in place.glob("*/entries"))) or "none"
+        raise NothingThere(f"registry.cluster = {config.cluster!r}: no such cluster in {config.url}; there: {known}")
+
+
 def open_store(config: RegistryConfig) -> Store:
     """Open the store; nothing is asked of a server yet, so that one that starts slowly does no harm.
 

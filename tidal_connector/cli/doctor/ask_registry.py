@@ -9,12 +9,14 @@ import secrets
 import time
 
 import httpx
+import msgspec
 
 from tidal_connector.cli.doctor.facts import Registry
-from tidal_connector.errors import TidalError
+from tidal_connector.cluster.rollout_records import AGENTS
+from tidal_connector.errors import ConfigError, TidalError
 from tidal_connector.registry.base import Delete, Put, Store
 from tidal_connector.registry.members import Member, Members, peers
-from tidal_connector.registry.settings import RegistryConfig, open_store
+from tidal_connector.registry.settings import NothingThere, RegistryConfig, check, open_store, refuse_absent
 
 _READS = 5
 _ENGINE_S = 2.0
@@ -24,22 +26,28 @@ _ENGINES = 64  # asked at most; a cluster of more is not looked at engine by eng
 def ask_registry(config: RegistryConfig) -> Registry:
     """Open the registry, read, write and delete a key of our own, and look at each engine that is announced."""
     encrypted = bool(config.ca)
-    facts = Registry(url=config.url, secure=encrypted, authenticated=bool(config.user))
+    facts = Registry(url=config.url, cluster=config.cluster, secure=encrypted, authenticated=bool(config.user))
     try:
+        check(config)
+        refuse_absent(config)
         with open_store(config) as store:
             latencies, members = [], Members({})
             for _ in range(_READS):
                 began = time.perf_counter()
                 members = peers(store)
                 latencies.append(time.perf_counter() - began)
+            agents = frozenset(key.removeprefix(AGENTS) for key in store.read(AGENTS).entries)
             writable = _try_to_write(store)
+    except NothingThere as error:
+        return msgspec.structs.replace(facts, error=str(error), absent=True)
+    except ConfigError as error:
+        return msgspec.structs.replace(facts, error=str(error), fix="correct this setting, or --registry")
     except TidalError as error:
-        return Registry(url=config.url, error=str(error), secure=encrypted, authenticated=bool(config.user))
+        return msgspec.structs.replace(facts, error=f"{config.url}: {error}")
     skews, unreachable = _look_at(members)
-    return Registry(
-        url=facts.url,
-        secure=facts.secure,
-        authenticated=facts.authenticated,
+    return msgspec.structs.replace(
+        facts,
+        agents=agents,
         latencies_s=tuple(latencies),
         writable=writable,
         members=members,

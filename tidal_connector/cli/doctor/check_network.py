@@ -10,6 +10,7 @@ from tidal_connector.cli.doctor.facts import Facts, Listener, Registry
 from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.sockets import covers
 from tidal_connector.cli.doctor.wishes import PortRange, PortWish, Wishes
+from tidal_connector.errors import ConfigError
 from tidal_connector.registry.members import State
 from tidal_connector.registry.settings import RegistryConfig, endpoints_of
 
@@ -17,6 +18,7 @@ MOONCAKE_PORTS = (15000, 17000)
 """The range from which Mooncake takes two ports for each engine of its own."""
 
 _ENOUGH_PORTS = 64
+_PORTS_OF_ENGINE = 2  # HTTP and control channel
 _PATIENT_SYN = 3
 _OURS = ("tidal", "vllm", "VLLM")
 _STEPPED_S, _ERROR_S, _SKEW_S = 0.05, 1.0, 2.0
@@ -34,7 +36,7 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
             lines.append(fail(f"port {number}", text, "give each engine of a machine its own ports"))
     for wish in wishes.ports:
         lines.append(_port(wish, [found for found in facts.listeners if found.port == wish.port]))
-    lines += [found for each in wishes.ranges if (found := _range(each, facts)) is not None]
+    lines += [_range(each, facts) for each in wishes.ranges]
     taken = {found.port for found in facts.listeners if MOONCAKE_PORTS[0] <= found.port <= MOONCAKE_PORTS[1]}
     free = MOONCAKE_PORTS[1] - MOONCAKE_PORTS[0] + 1 - len(taken)
     name = f"ports {MOONCAKE_PORTS[0]} to {MOONCAKE_PORTS[1]}"
@@ -46,12 +48,17 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
     return lines
 
 
-def _range(wish: PortRange, facts: Facts) -> Finding | None:
+def _range(wish: PortRange, facts: Facts) -> Finding:
     name, bounds = f"ports {wish.first} to {wish.last}", facts.sysctl.get("net.ipv4.ip_local_port_range", "").split()
     if len(bounds) == 2 and int(bounds[0]) <= wish.last and int(bounds[1]) >= wish.first:
         text = f"of {wish.file} overlap net.ipv4.ip_local_port_range = {' '.join(bounds)}: an engine may lose its port"
         return warn(name, text, f"choose another range in {wish.file}, below {bounds[0]}")
-    return None
+    taken = {found.port for found in facts.listeners if wish.first <= found.port <= wish.last}
+    free = wish.last - wish.first + 1 - len(taken)
+    if free < _PORTS_OF_ENGINE:
+        text = f"{free} free of those of {wish.file}; an engine takes {_PORTS_OF_ENGINE}"
+        return fail(name, text, f"choose another or a wider range in {wish.file}, or end what holds them")
+    return good(name, f"{free} free, for engines of {wish.file}")
 
 
 def _port(wish: PortWish, here: list[Listener]) -> Finding:
@@ -96,7 +103,10 @@ def _is_local(registry: RegistryConfig | None) -> bool:
 
 
 def _on_loopback(url: str) -> bool:
-    return all(host in ("127.0.0.1", "::1", "localhost") for host, _ in endpoints_of(url))
+    try:
+        return all(host in ("127.0.0.1", "::1", "localhost") for host, _ in endpoints_of(url))
+    except ConfigError:
+        return False  # a line of its own tells
 
 
 def _is_loopback(text: str) -> bool:
@@ -148,9 +158,11 @@ def check_registry(facts: Facts, wishes: Wishes) -> list[Finding]:
     if registry is None:
         text = "none is named, so engines and proxies know only what their files say"
         return [good("registry", f"{text}; give --registry or a [registry] table")] if wishes.files else []
+    if registry.absent:
+        return [warn("registry", registry.error, "nothing, if no agent or engine was started yet; else correct it")]
     if registry.error:
-        fix = "start etcd, open its port, and check registry.url; `etcdctl endpoint health` asks it directly"
-        return [fail("registry", f"{registry.url}: {registry.error}", fix)]
+        fix = registry.fix or "start etcd, open its port, and check registry.url; `etcdctl endpoint health` asks it"
+        return [fail("registry", registry.error, fix)]
     lines = [_latency(registry)]
     if registry.writable:
         fix = "grant the user readwrite on the cluster's prefix (etcdctl role grant-permission)"
@@ -188,7 +200,8 @@ def _members(registry: Registry) -> list[Finding]:
     if members is None:
         return []
     states = Counter(member.state for member in members.engines.values())
-    shown = ", ".join(f"{states[state]} {state}" for state in State if states[state]) or "no engine is announced"
+    shown = ", ".join(f"{states[state]} {state}" for state in State if states[state]) or ""
+    shown = shown or f"no engine is announced in cluster {registry.cluster}"
     lines.append(good("engines", shown))
     for key, why in sorted(members.odd.items()):
         lines.append(warn("engines", f"{key} cannot be read: {why}", f"find who writes it; etcdctl del --prefix {key}"))

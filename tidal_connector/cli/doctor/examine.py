@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tidal_connector.cli.doctor import check_machine, check_memory, check_network, check_software
+from tidal_connector.cli.doctor import check_cluster, check_machine, check_memory, check_network, check_software
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import Finding, State
 from tidal_connector.cli.doctor.wishes import Wishes
@@ -31,7 +31,9 @@ CHECKS: tuple[Check, ...] = (
     check_network.check_files,
     check_network.check_addresses,
     check_network.check_ports,
+    check_cluster.check_places,
     check_network.check_registry,
+    check_cluster.check_nodes,
 )
 
 

@@ -126,6 +126,10 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         url: as it is set.
         error: why it cannot be used; empty: it can.
+        fix: what to do about the error, where that is known; empty: whatever helps against a server that is silent.
+        absent: whether nobody has made its folder yet.
+        cluster: whose entries were read.
+        agents: nodes whose agent runs; None: not known.
         latencies_s: of several reads.
         writable: whether a key could be written and deleted; an error's text if not, empty if so.
         secure: whether the connection is encrypted and its server known (TLS).
@@ -137,6 +141,10 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     error: str = ""
+    fix: str = ""
+    absent: bool = False
+    cluster: str = "default"
+    agents: frozenset[str] | None = None
     latencies_s: tuple[float, ...] = ()
     writable: str = ""
     secure: bool = False

@@ -11,9 +11,17 @@ from typing import Any
 import msgspec
 
 from tidal_connector.address import is_unspecified, parse_address, parse_host
+from tidal_connector.cli.doctor.cluster_wishes import (
+    NodeWish,
+    PlaceWish,
+    engines_on,
+    model_wishes,
+    node_wish,
+    state_wish,
+)
 from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
-from tidal_connector.cluster.spec import filled, names_of, read_spec, slot_of
+from tidal_connector.cluster.spec import filled, names_of, read_spec
 from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
@@ -67,6 +75,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
         problems: what is wrong with a file, by file.
         ranges: from which agents take ports.
         protocols: of Mooncake.
+        nodes: which node of each cluster this machine is.
+        places: folders that have to be here.
         node: this machine's name, as an agent's file has it; empty: its host name.
         registry: the first one that is named.
     """
@@ -77,6 +87,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[PortWish, ...] = ()
     addresses: tuple[AddressWish, ...] = ()
     ranges: tuple[PortRange, ...] = ()
+    nodes: tuple[NodeWish, ...] = ()
+    places: tuple[PlaceWish, ...] = ()
     protocols: frozenset[Protocol] = frozenset()
     registry: RegistryConfig | None = None
     node: str = ""
@@ -150,6 +162,7 @@ def _agent(path: Path) -> Wishes:
         files=(str(path),),
         addresses=(_address(str(path), "host", config.host),),
         ranges=(PortRange(str(path), ports[0], ports[-1]),),
+        places=(state_wish(str(path), config.state),),
         registry=config.registry,
         node=config.node,
     )
@@ -208,13 +221,13 @@ def _proxy(path: Path) -> Wishes:
 
 
 def _cluster(path: Path, node: str) -> Wishes:
-    spec, pools, protocols, here = read_spec(path), [], set(), node or socket.gethostname()
+    spec, pools, protocols = read_spec(path), [], set()
+    wish = node_wish(str(path), spec, node or socket.gethostname())
     for group in spec.group:
         given = filled(group.tidal, names_of(group, 0))
         tidal = load_config(given, f"{path}: group {group.name}: tidal")
-        # Where nobody says which node this is, the fullest one counts.
-        places = [slot_of(group, number).node for number in range(group.count)]
-        engines = places.count(here) if node or here in group.nodes else max(map(places.count, places), default=0)
+        # A machine that the file does not know is looked at as the fullest node.
+        engines = max(engines_on(group, name) for name in ([wish.here] if wish.known else group.nodes))
         wanted = tidal.offload is not Offload.AUTO or group.role is Role.DECODE
         pools += _pools(str(path), tidal, {"pool": {}} if wanted else {}, engines)
         protocols.add(tidal.transfer.protocol)
@@ -222,6 +235,8 @@ def _cluster(path: Path, node: str) -> Wishes:
     return Wishes(
         files=(str(path),),
         pools=tuple(pools),
+        nodes=(wish,),
+        places=tuple(model_wishes(str(path), spec, wish)),
         protocols=frozenset(protocols),
         registry=msgspec.convert(given, RegistryConfig) if given else None,
     )
@@ -242,6 +257,8 @@ def _joined(one: Wishes, other: Wishes) -> Wishes:
         ports=one.ports + other.ports,
         addresses=one.addresses + other.addresses,
         ranges=one.ranges + other.ranges,
+        nodes=one.nodes + other.nodes,
+        places=one.places + other.places,
         protocols=one.protocols | other.protocols,
         node=one.node or other.node,
         registry=one.registry or other.registry,
