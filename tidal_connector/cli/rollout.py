@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tidal rollout``: options, tables and exit statuses; what it does is in ``cluster.rollout``.
 
-Exit status 0: done; 1: the rollout that was waited for halted; 2: refused, for example because another operator's goes
-on.
+Exit status 0: done; 1: the rollout halted, or another one took its place while it was waited for; 2: refused, for
+example because another operator's goes on; 3: the time of ``--timeout`` is over and it goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from rich.text import Text
 
 from tidal_connector.cli.ends import clear_ends, leaves
 from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
+from tidal_connector.cli.rollout_wait import has_ended, wait_for
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.rollout_records import Rollout, Status
 from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
 from tidal_connector.cluster.spec import ClusterSpec, read_spec
-from tidal_connector.errors import ConfigError, RegistryLost
+from tidal_connector.errors import ConfigError
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.settings import RegistryConfig, open_store
 from tidal_connector.tables import convert_strict
@@ -33,12 +34,13 @@ rollout = typer.Typer(
     no_args_is_help=True,
 )
 
-_POLL_S = 0.5
 _WAIT_S = 7200.0
 
 SpecFile = Annotated[Path, typer.Argument(help="What the cluster shall be, such as configs/cluster.toml.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Stay until it is done or halted; Ctrl-C leaves it going on.")]
-WaitS = Annotated[float, typer.Option("--timeout", help="Seconds that --wait stays.")]
+WaitS = Annotated[
+    float, typer.Option("--timeout", help="Seconds that --wait stays; it goes on after them, exit status 3.", min=0.0)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -86,7 +88,11 @@ def undo(
 ) -> None:
     """Return to the revision before this one; also while a rollout goes on, or after it halted."""
     with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
-        _say(store, verbs.undo(store, verbs.whoami(), to), wait, timeout, as_json)
+        begun = verbs.undo(store, verbs.whoami(), to)
+        doubt = verbs.never_reached(verbs.read_view(store), begun)
+        if doubt:
+            typer.echo(f"tidal: warning: {doubt}; another undo takes its place", err=True)
+        _say(store, begun, wait, timeout, as_json)
 
 
 @rollout.command()
@@ -159,39 +165,35 @@ def history(
 
 
 def _say(store: Store, begun: Rollout, wait: bool, timeout_s: float, as_json: bool) -> None:
-    """Print where a rollout is, after waiting for its end where that is wanted; exit 1 where it is halted."""
-    found = wait_for(store, begun.number, timeout_s, Console(stderr=True)) if wait else _status(store)
+    """Print where a rollout is, after waiting for its end where that is wanted, and exit as the module says."""
+    with leaves("the rollout goes on; look at it with: tidal rollout status --wait"):
+        found = wait_for(store, begun.number, timeout_s, Console(stderr=True)) if wait else _status(store)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         show_status(found, Console())
-    if found.rollout.number == begun.number and found.rollout.status is Status.HALTED:
+    now = found.rollout
+    if now.number != begun.number:
+        if wait:
+            typer.echo(
+                f"tidal: rollout {begun.number} was replaced by rollout {now.number}, {now.kind} of {now.revision} by "
+                f"{now.by}",
+                err=True,
+            )
+            raise typer.Exit(1)
+    elif now.status is Status.HALTED:
         raise typer.Exit(1)
-    if wait and found.rollout.status is not Status.DONE:
-        raise typer.Exit(1)
+    elif wait and not has_ended(found, begun.number):
+        typer.echo(
+            f"tidal: rollout {now.number} is still {now.status} after {timeout_s:g} s, and goes on without this "
+            "command; look again with: tidal rollout status --wait",
+            err=True,
+        )
+        raise typer.Exit(3)
 
 
 def _status(store: Store) -> RolloutStatus:
     return rollout_status(verbs.read_view(store))
-
-
-def wait_for(store: Store, number: int, timeout_s: float, console: Console) -> RolloutStatus:
-    """Wait until a rollout is done, halted or replaced, or the time is over; return what there is then."""
-    deadline = time.monotonic() + timeout_s
-    with console.status("") as line:
-        while True:
-            try:
-                found = rollout_status(verbs.read_view(store))
-            except RegistryLost as error:  # it goes on all the same
-                line.update(str(error))
-                found = None
-            if found is not None:
-                now = found.rollout
-                ended = now.number != number or now.status in (Status.DONE, Status.HALTED)
-                if ended or time.monotonic() > deadline:
-                    return found
-                line.update(f"rollout {number} to {now.revision}: {found.summary}")
-            time.sleep(_POLL_S)
 
 
 def show_status(found: RolloutStatus, console: Console) -> None:

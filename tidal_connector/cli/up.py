@@ -19,7 +19,8 @@ from rich.console import Console
 
 from tidal_connector.address import parse_address
 from tidal_connector.cli.interrupts import sigterm_interrupts
-from tidal_connector.cli.rollout import show_status, wait_for
+from tidal_connector.cli.rollout import show_status
+from tidal_connector.cli.rollout_wait import wait_for
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.launch import StartFailed
 from tidal_connector.cluster.local import LocalCluster
