@@ -11,6 +11,7 @@ from types import FrameType
 import msgspec
 
 from tidal_connector.cluster.agent import Agent
+from tidal_connector.cluster.agent_address import check_addresses
 from tidal_connector.cluster.agent_folder import AgentFolder
 from tidal_connector.cluster.agent_settings import AgentConfig, check_agent_config, read_agent_config
 from tidal_connector.cluster.conductor import Conductor
@@ -52,6 +53,7 @@ def run_agent(config: AgentConfig) -> None:
     Raises:
         ConfigError: a setting cannot be used, or another agent works in the same folder or as the same node.
     """
+    check_addresses(config)
     configure(log_level() or "INFO")
     until = threading.Event()
 
