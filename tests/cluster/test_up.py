@@ -68,7 +68,7 @@ def processes_of(word: str) -> list[str]:
     return [line for line in listed.splitlines() if word in line]
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.faults
 @pytest.mark.timeout(180)
 def test_a_cluster_comes_up_serves_and_leaves_nothing_behind(tmp_path: Path, end: signal.Signals) -> None:
@@ -91,10 +91,12 @@ def test_a_cluster_comes_up_serves_and_leaves_nothing_behind(tmp_path: Path, end
         answer = httpx.post(found[1] + "/v1/completions", json=body, timeout=20.0, trust_env=False)
         assert answer.json()["choices"][0]["text"] == expected_text(body)
         assert len(processes_of(str(keep))) > 4
+        for engine in ("prefill-0", "decode-0"):  # its way is told while it goes on, not only its end
+            assert re.search(rf"^\[ *\d+ s\] {engine} on a, revision \w+: starting", log.read_text(), re.MULTILINE)
     finally:
         os.killpg(up.pid, end)
         status = up.wait(60)
-    assert status == (130 if end is signal.SIGINT else -9)
+    assert status == (-9 if end is signal.SIGKILL else 130)
     deadline = time.monotonic() + 60.0
     while left := processes_of(str(keep)):
         assert time.monotonic() < deadline, left
