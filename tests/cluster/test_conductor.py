@@ -499,7 +499,7 @@ def test_an_engine_that_no_agent_runs_is_named_and_never_let_in(store: MemorySto
         conducting.tick()
     view = view_of(store.read(""))
     assert view.rollout is not None
-    said = "another process announces prefill-0, at http://h:1; node n's agent runs one at h:2. End the other one"
+    said = "another process announces prefill-0, at http://h:1: n's agent runs one at h:2; end the other one"
     assert (view.rollout.status, view.rollout.reason) == (Status.RUNNING, said)
     assert not view.assignments["prefill-0"].admitted
     assert next(item.note for item in rollout_status(view).engines if item.engine == "prefill-0") == said
@@ -521,7 +521,7 @@ def test_a_rollout_that_waits_for_an_orphan_to_end_says_so(store: MemoryStore, n
         conducting.tick()
     view = view_of(store.read(""))
     assert view.rollout is not None
-    assert view.rollout.reason.startswith("another process announces prefill-0, at http://h:1; the one that node n's")
+    assert view.rollout.reason.startswith("another process announces prefill-0, at http://h:1: the one that n's agent")
     orphan.release()
     assert carry_out(store, nodes, [conducting]).status is Status.DONE
 

@@ -65,11 +65,11 @@ def announced_elsewhere(view: View, item: Assignment) -> str:
         return ""
     where = f"{item.engine}, at {member.http}"
     if report.stage is Stage.STOPPED:
-        return f"another process announces {where}; the one that node {item.node}'s agent ran has ended. End that one"
+        return f"another process announces {where}: the one that {item.node}'s agent ran has ended; end the other one"
     there = member.http.partition("://")[2]
     if report.stage is not Stage.RUNNING or not report.http or there == report.http:
         return ""
-    return f"another process announces {where}; node {item.node}'s agent runs one at {report.http}. End the other one"
+    return f"another process announces {where}: {item.node}'s agent runs one at {report.http}; end the other one"
 
 
 def _seen(view: View, item: Assignment, late: bool) -> Seen:
