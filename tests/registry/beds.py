@@ -113,7 +113,8 @@ class FileBed(Bed):
         return FileStore(self.folder)
 
     def wipe(self) -> None:
-        shutil.rmtree(self.folder)
+        gone = self.folder.rename(self.folder.with_name("gone"))  # at once: others make it again meanwhile
+        shutil.rmtree(gone)
 
     def overwrite(self, key: str, value: bytes) -> None:
         path = self.folder / "entries" / f"{key},json"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import grpc
@@ -30,6 +31,12 @@ _ANSWERS = {
     ),
     *(grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED),
 }
+_NO_CONNECTION = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:\S+: )?"
+    r"Failed to connect to remote host: (?:connect: )?(?P<why>.*?)(?: \(\d+\))?$"
+)
+_NO_NAME = re.compile(r"DNS resolution failed|errors resolving ")
+_NOBODY_THERE = ("Connection refused", "No route to host", "unreachable")
 _LOG_IN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 
 
@@ -66,8 +73,15 @@ def knows_no_users(error: grpc.RpcError) -> bool:
 
 
 def said(error: grpc.RpcError) -> str:
-    """Return an error as one line."""
+    """Return an error as one line, without gRPC's words around what the network said."""
     text = " ".join(_details(error).split())
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    reason = _NO_CONNECTION.match(text)
+    if reason is not None:
+        return f"cannot be reached: {reason['why'][:300].lower()}"
+    if _NO_NAME.match(text):
+        return "cannot be reached: its name does not resolve"
     name = str(error.code().name).lower().replace("_", " ")
     return f"{name}: {text[:300]}" if text else name
 
@@ -84,6 +98,10 @@ def hint(error: grpc.RpcError, config: RegistryConfig) -> str:
         return "; compact and defragment etcd, then disarm its alarm"
     if error.code() is grpc.StatusCode.UNAVAILABLE and not config.ca and "losed" in details:
         return "; if etcd speaks TLS, set registry.ca"
+    if _NO_NAME.match(details) or any(text in details for text in _NOBODY_THERE):
+        return "; start etcd there, or correct registry.url"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "; see that it runs and that no firewall is between"
     return ""
 
 
