@@ -27,7 +27,7 @@ from tidal_connector.cluster.announcer import judge, said_of
 from tidal_connector.cluster.orders import Order, Want, order_key
 from tidal_connector.cluster.overview import EngineLine, Load, Overview, compose, load_of, overview
 from tidal_connector.cluster.prober import Seen
-from tidal_connector.cluster.rollout_records import view_of
+from tidal_connector.cluster.rollout_records import Assignment, Kind, Rollout, Status, view_of
 from tidal_connector.cluster.series import parse_series, work_left
 from tidal_connector.cluster.serving import SuperviseConfig
 from tidal_connector.cluster.standin_rooms import layout
@@ -155,6 +155,9 @@ def test_drain_orders_waits_and_withdraws(bed: Bed) -> None:
     assert "engine 'decode-0' is not in the registry; there are: none" in unknown.stderr
     bed.store.write([Put(order_key("decode-0"), b"{}")])
     assert json.loads(tidal("drain", "decode-0", *where, "--cancel", "--json").stdout)["cancelled"] is True
+    missing = tidal("drain", "decode-0", *where, "--cancel")
+    assert (missing.exit_code, "'decode-0' is not in the registry" in missing.stderr) == (2, True)
+    bed.store.write([Put("rollout/engines/decode-0", b"{}")])
     assert json.loads(tidal("drain", "decode-0", *where, "--cancel", "--json").stdout)["cancelled"] is False
 
 
@@ -164,6 +167,9 @@ def test_an_engine_of_a_rollout_leaves_the_order_that_keeps_it_down(bed: Bed) ->
     served.order(Order(Want.DRAIN, 5.0))
     assert served.ends() == 0
     assert order_key("decode-0") in bed.store.read(order_key("decode-0")).entries
+    again = tidal("drain", "decode-0", "--registry", bed.etcd.url, "--cluster", bed.name)
+    assert again.exit_code == 2
+    assert "drained as ordered; to have it started again: tidal drain decode-0 --cancel" in again.stderr
 
 
 # --- pure
@@ -240,9 +246,85 @@ def test_an_engine_that_only_a_rollout_knows_is_absent() -> None:
     assert found.problems == (
         "node n1 has no agent, and engines that it shall keep",
         "members/x: unreadable",
+        "no prefill engine is ready",
+        "no decode engine is ready",
         "prefill-0 is draining: why",
         "decode-0 is absent",
     )
+
+
+def rollout_of(status: str, reason: str) -> Entry:
+    """The state of a rollout as it stands in the registry."""
+    record = Rollout(number=1, token="t", kind=Kind.APPLY, revision="r", status=Status(status), reason=reason)
+    return Entry(msgspec.json.encode(record), 1, False)
+
+
+@pytest.mark.parametrize(
+    ("roles", "missing"),
+    [
+        ((Role.PREFILL,), ("no decode engine is ready",)),
+        ((Role.DECODE,), ("no prefill engine is ready",)),
+        ((Role.PREFILL, Role.DECODE), ()),
+        ((Role.BOTH,), ()),
+    ],
+)
+def test_a_cluster_that_can_serve_nothing_is_a_problem(roles: tuple[Role, ...], missing: tuple[str, ...]) -> None:
+    members = {
+        EngineId(role): Member(engine=EngineId(role), role=role, state=State.READY, http="http://h:1") for role in roles
+    }
+    loads = dict.fromkeys(members, Load())
+    assert compose(Members(members), loads, view_of(Snapshot({}))).problems == missing
+    for status, said in (
+        ("running", ("the rollout waits: no agent",)),
+        ("halted", ("the rollout is halted: no agent",)),
+    ):
+        view = view_of(Snapshot({"rollout/state": rollout_of(status, "no agent")}))
+        assert compose(Members(members), loads, view).problems == said + missing
+    done = view_of(Snapshot({"rollout/state": rollout_of("done", "old")}))
+    assert compose(Members(members), loads, done).problems == missing
+
+
+def test_an_order_that_keeps_an_engine_down_is_said_with_what_ends_it() -> None:
+    assigned = Assignment(
+        engine="decode-0", group="g", slot=0, node="n", role=Role.DECODE, template="t", revision="r", why="of before"
+    )
+    order = Entry(msgspec.json.encode(Order(Want.DRAIN, by="me@here")), 1, False)
+    kept = Entry(msgspec.json.encode(assigned), 1, False)
+    view = view_of(Snapshot({"rollout/engines/decode-0": kept, "orders/decode-0": order, "orders/x": order}))
+    problems = compose(Members({}), {}, view).problems
+    ends = "to have it started again: tidal drain decode-0 --cancel"
+    assert f"decode-0 is absent: drained as ordered by me@here; {ends}" in problems
+    assert "an order to drain x stands, which is not there; to withdraw it: tidal drain x --cancel" in problems
+    without = view_of(Snapshot({"rollout/engines/decode-0": kept}))
+    assert "decode-0 is absent: of before" in compose(Members({}), {}, without).problems
+
+
+def test_watching_into_a_file_writes_one_table_after_another(tmp_path: Path) -> None:
+    (tmp_path / "default").mkdir()  # the cluster: status makes none
+    command = [*TIDAL, "status", "--registry", f"file://{tmp_path}", "--watch", "--every", "0.2"]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+    assert watching.stdout is not None
+    try:
+        lines = iter(watching.stdout.readline, "")
+        assert next((line for line in lines if line.startswith("! no engine")), "") == "! no engine is announced\n"
+    finally:
+        watching.kill()
+        watching.wait()
+        watching.stdout.close()
+
+
+def test_a_name_that_is_taken_is_said_with_its_holder_and_the_remedy(bed: Bed) -> None:
+    first = bed.serve("decode", "decode-0", node="n1")
+    holder = first.ready()
+    second = bed.serve("decode", "decode-0")
+    until(lambda: "engine decode-0 is ready" in second.said(), what="the second engine ready")
+    said = second.said()
+    assert f"another engine of this name is announced, at {holder.http} on node n1; give this one another name" in said
+    assert "(not listed: another one has its name)" in said
+    first.process.send_signal(signal.SIGTERM)
+    assert first.ends() == 0
+    until(lambda: "engine decode-0 is listed now" in second.said(), what="the second engine's turn")
+    assert "not listed" not in first.said()
 
 
 def test_the_table_says_what_is_not_known_and_what_is_old() -> None:
@@ -254,6 +336,8 @@ def test_the_table_says_what_is_not_known_and_what_is_old() -> None:
     assert re.search(r"d +decode +ready .* 2\+3 +0 +- +25 % +-", text)
     assert re.search(r"e +decode +down .* \? +\? +\? +\? +\?", text)
     assert "this is old: the registry does not answer" in text
+    console.print(drawn(Overview(engines=()), lost="the registry does not answer"))
+    assert "nothing is known yet: the registry does not answer" in console.export_text()
 
 
 def test_a_state_is_one_line_of_the_log() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cli.ends import clear_ends, leaves
 from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
 from tidal_connector.cluster.drain import await_end, order_drain, withdraw_drain
 from tidal_connector.cluster.rollout import whoami
@@ -48,8 +48,19 @@ def drain(
             _say(as_json, {"engine": engine, "cancelled": found}, "withdrawn" if found else "there was no order")
             return
         member = order_drain(store, name, deadline, whoami())
-        ended = await_end(store, member, deadline + _STOP_S, _Progress(member, as_json)) if wait else None
-        text = "ordered" if ended is None else "it has stopped" if ended else "it has not stopped in time"
+        ended = None
+        with leaves(f"the order to {engine} stands; tidal drain {engine} --cancel withdraws it"):
+            if wait:
+                ended = await_end(store, member, deadline + _STOP_S, _Progress(member, as_json))
+        text = (
+            "ordered to drain and stop"
+            if ended is None
+            else "it has stopped"
+            if ended
+            else "it has not stopped in time"
+        )
+        if member.revision and ended is not False:  # else its order goes with it
+            text += f", and stays down until: tidal drain {engine} --cancel"
         _say(as_json, {"engine": engine, "was": member.state, "ended": ended}, text)
     if ended is False:
         raise typer.Exit(1)

@@ -13,17 +13,36 @@ import typer
 
 from tidal_connector.errors import ConfigError, TidalError
 
+ALL_ENDED = "everything that was started is ended"
+"""What is so after an interruption of a command whose processes end with it."""
+
 
 @contextlib.contextmanager
-def clear_ends() -> Iterator[None]:
-    """Turn an error that was raised on purpose into one message and exit status 2, an interruption into 130."""
+def clear_ends(interrupted: str = "") -> Iterator[None]:
+    """Turn an error that was raised on purpose into one message and exit status 2, an interruption into 130.
+
+    Args:
+        interrupted: what is so after an interruption, where that needs saying.
+    """
     try:
-        yield
+        with leaves(interrupted):
+            yield
     except TidalError as error:
         typer.echo(f"tidal: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def leaves(behind: str) -> Iterator[None]:
+    """Turn an interruption into one line and exit status 130.
+
+    Args:
+        behind: what is so, or goes on, after it: a wait may end while that which is waited for does not.
+    """
+    try:
+        yield
     except KeyboardInterrupt:
-        typer.echo("tidal: interrupted; everything that was started is ended", err=True)
+        typer.echo("tidal: interrupted" + (f"; {behind}" if behind else ""), err=True)
         raise typer.Exit(130) from None
 
 

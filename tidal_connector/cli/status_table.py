@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +24,9 @@ _COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "down"
 def watch_cluster(store: Store, every_s: float, timeout_s: float, as_json: bool) -> None:
     """Look again and again until Ctrl-C; a registry that is gone is said, and asked again."""
     last: Overview | None = None
-    shown = contextlib.nullcontext(None) if as_json else Live(auto_refresh=False)
+    console = Console()
+    live_table = console.is_terminal and not as_json
+    shown = Live(console=console, auto_refresh=False) if live_table else contextlib.nullcontext(None)
     with shown as live, contextlib.suppress(KeyboardInterrupt):
         while True:
             began = time.monotonic()
@@ -32,11 +34,13 @@ def watch_cluster(store: Store, every_s: float, timeout_s: float, as_json: bool)
                 found, lost = overview(store, timeout_s), ""
             except RegistryLost as error:
                 found, lost = last or Overview(engines=()), str(error)
-            if live is None:
-                typer.echo(msgspec.json.encode({"lost": lost, **msgspec.to_builtins(found)}).decode())
-            else:
+            if live is not None:
                 live.update(drawn(found, last, lost), refresh=True)
-            last = found
+            elif as_json:
+                typer.echo(msgspec.json.encode({"lost": lost, **msgspec.to_builtins(found)}).decode())
+            else:  # into a file or a pipe: one table after another
+                console.print(time.strftime("%Y-%m-%d %H:%M:%S"), drawn(found, last, lost), "", sep="\n")
+            last = found if not lost else last
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 
@@ -70,7 +74,7 @@ def drawn(found: Overview, before: Overview | None = None, lost: str = "") -> Gr
     if found.agents:
         lines.append(Text(("" if found.rollout else "\n") + f"agents {', '.join(found.agents)}"))
     if lost:
-        lines.append(Text(f"\nthis is old: {lost}", "red"))
+        lines.append(Text(f"\nthis is old: {lost}" if found.engines else f"nothing is known yet: {lost}", "red"))
     if found.problems:
         lines.append(Text(("\n" if lines else "") + "\n".join(f"! {problem}" for problem in found.problems), "yellow"))
     return Group(*lines)

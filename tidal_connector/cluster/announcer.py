@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from types import TracebackType
 from typing import Self
 
@@ -12,11 +14,12 @@ from tidal_connector.cluster.engine_plan import EnginePlan
 from tidal_connector.cluster.prober import INQUIRE_EVERY, Seen
 from tidal_connector.cluster.serving import SuperviseConfig
 from tidal_connector.log import get_logger
-from tidal_connector.registry.base import Store
-from tidal_connector.registry.members import Announcement, Member, State, announce
+from tidal_connector.registry.base import Snapshot, Store
+from tidal_connector.registry.members import MEMBERS, Announcement, Member, State, announce, members_of
 
 _log = get_logger(__name__)
 
+_TAKEN_S = 1.0  # for which an entry of the same addresses must stand until it is another's, not one's own just written
 _LAST_WORD_S = 1.0  # that the registry has for the note of an engine that is withdrawn right after
 
 
@@ -80,19 +83,25 @@ class Announcer:
         self._ttl_s = ttl_s
         self._announcement: Announcement | None = None
         self._last: Member | None = None
+        self._standing: Member | None = None  # under this engine's name, whoever wrote it; from the store's thread
+        self._taken_at: float | None = None
+        self._taken_said = False
+        self._exit = contextlib.ExitStack()
 
     def tell(self, member: Member) -> None:
         """Announce, unless this is what was announced last; does not block."""
         last = self._last
+        self._look_who_stands(member)
         if member == last:
             return
         if self._announcement is None:
             self._announcement = announce(self._store, member, self._ttl_s)
+            self._exit.enter_context(self._store.watch(MEMBERS + member.engine, self._heard))
         else:
             self._announcement.update(member)
         self._last = member
         if last is None or (last.state, last.note) != (member.state, member.note) or last.http != member.http:
-            _log.info("%s", said_of(member))
+            _log.info("%s%s", said_of(member), " (not listed: another one has its name)" if self._taken_said else "")
 
     def last_word(self, member: Member) -> None:
         """Announce why the entry goes, and give the registry a moment for it."""
@@ -106,8 +115,39 @@ class Announcer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._exit.close()
         if self._announcement is not None:
             self._announcement.withdraw()
+
+    def _heard(self, snapshot: Snapshot) -> None:
+        last = self._last  # the prefix also names engines called alike
+        self._standing = members_of(snapshot).engines.get(last.engine) if last is not None else None
+
+    def _look_who_stands(self, mine: Member) -> None:
+        """Warn once when another engine has this one's name, and tell when it has let go."""
+        standing, announcement = self._standing, self._announcement
+        if announcement is None or announcement.held or standing is None:
+            self._taken_at = None
+            if self._taken_said and announcement is not None and announcement.held:
+                self._taken_said = False
+                _log.info("engine %s is listed now", mine.engine)
+            return
+        now = time.monotonic()
+        if self._taken_at is None:
+            self._taken_at = now
+        elsewhere = (standing.http, standing.control) != (mine.http, mine.control)
+        if (elsewhere or now - self._taken_at >= _TAKEN_S) and not self._taken_said:
+            self._taken_said = True
+            _log.warning("%s", taken_by(standing))
+
+
+def taken_by(holder: Member) -> str:
+    """Return what is wrong where another engine is announced under this one's name, and what helps."""
+    where = holder.http + (f" on node {holder.node}" if holder.node else "")
+    return (
+        f"engine {holder.engine} is not listed, and gets no requests: another engine of this name is announced, at "
+        f"{where}; give this one another name (engine = ... in its file), or end that one"
+    )
 
 
 def said_of(member: Member) -> str:

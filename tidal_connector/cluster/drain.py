@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from tidal_connector.cluster.orders import Order, Want, encode_order, order_key
+from tidal_connector.cluster.orders import Order, Want, encode_order, kept_down, order_key, order_of
+from tidal_connector.cluster.rollout_records import ENGINES
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import EngineId
 from tidal_connector.registry.base import Delete, Put, Store
@@ -23,7 +24,7 @@ def order_drain(store: Store, engine: EngineId, deadline_s: float, by: str) -> M
         by: who orders it, for its log.
 
     Raises:
-        ConfigError: no such engine is announced.
+        ConfigError: no such engine is announced; where an order keeps it down, that is said.
         RegistryLost: the registry does not answer.
     """
     member = _member(store, engine)
@@ -37,10 +38,13 @@ def withdraw_drain(store: Store, engine: EngineId) -> bool:
     An engine that is draining already does not come back by it; one that an agent keeps down is started again.
 
     Raises:
+        ConfigError: there is neither an order to such an engine nor the engine itself.
         RegistryLost: the registry does not answer.
     """
     key = order_key(engine)
     if key not in store.read(key).entries:
+        if ENGINES + engine not in store.read(ENGINES + engine).entries:
+            _member(store, engine)
         return False
     store.write([Delete(key)])
     return True
@@ -75,6 +79,9 @@ def await_end(
 def _member(store: Store, engine: EngineId) -> Member:
     engines = peers(store).engines
     if engine not in engines:
+        order = order_of(store.read(order_key(engine)).entries, engine)
+        if order is not None and order.want is Want.DRAIN:
+            raise ConfigError(f"engine {engine!r} is not in the registry; {kept_down(engine, order)}")
         known = ", ".join(sorted(engines)) or "none"
         raise ConfigError(f"engine {engine!r} is not in the registry; there are: {known}")
     return engines[engine]

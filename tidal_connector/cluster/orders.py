@@ -69,3 +69,9 @@ def order_of(entries: Mapping[str, Entry], engine: str) -> Order | None:
         return msgspec.json.decode(entry.value, type=Order)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def kept_down(engine: str, order: Order) -> str:
+    """Return in words that an order to drain keeps an engine down, and what ends that."""
+    by = f" by {order.by}" if order.by else ""
+    return f"drained as ordered{by}; to have it started again: tidal drain {engine} --cancel"

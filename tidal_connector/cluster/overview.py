@@ -13,16 +13,20 @@ from collections.abc import Mapping, Sequence
 import httpx
 import msgspec
 
-from tidal_connector.cluster.rollout_records import View, view_of
+from tidal_connector.cluster.orders import Want, kept_down
+from tidal_connector.cluster.rollout_records import Assignment, Status, View, view_of
 from tidal_connector.cluster.rollout_status import rollout_status
 from tidal_connector.cluster.series import IN_FLIGHT, RUNNING, WAITING, Series, parse_series
 from tidal_connector.errors import TidalError
+from tidal_connector.ids import Role
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.members import MEMBERS, Member, Members, State, peers
 
 METRICS_S = 3.0
 ABSENT = "absent"
 """State of an engine that a rollout has assigned to a node, and that announces nothing."""
+
+_TOLD = {Status.RUNNING: "waits", Status.HALTED: "is halted"}  # states of a rollout whose reason somebody should read
 
 _HITS, _MISSES = "tidal:selection_hits_total", "tidal:selection_misses_total"
 
@@ -171,25 +175,32 @@ def compose(members: Members, loads: Mapping[str, Load | str], view: View | None
     rollout = ""
     if view is not None:
         agents = tuple(sorted(view.agents))
-        lines += [
-            EngineLine(
-                engine=item.engine, role=item.role, state=ABSENT, node=item.node, revision=item.revision, note=item.why
-            )
-            for item in view.assignments.values()
-            if item.engine not in members.engines
-        ]
+        lines += [_absent(view, item) for item in view.assignments.values() if item.engine not in members.engines]
         if view.rollout is not None:
             rollout = f"{view.rollout.revision}: {rollout_status(view).summary}"
             if view.rollout.reason:
                 rollout += f" ({view.rollout.reason})"
+                if view.rollout.status in _TOLD:
+                    problems.append(f"the rollout {_TOLD[view.rollout.status]}: {view.rollout.reason}")
         problems += [
             f"node {node} has no agent, and engines that it shall keep"
             for node in sorted({item.node for item in view.assignments.values()} - set(agents))
+        ]
+        problems += [
+            f"an order to drain {engine} stands, which is not there; to withdraw it: tidal drain {engine} --cancel"
+            for engine, order in sorted(view.orders.items())
+            if order.want is Want.DRAIN and engine not in members.engines and engine not in view.assignments
         ]
     odd = {**(view.odd if view is not None else {}), **members.odd}
     problems += [f"{key if key.startswith(MEMBERS) else f'entry {key}'}: {why}" for key, why in sorted(odd.items())]
     if not lines:
         problems.append("no engine is announced")
+    else:
+        problems += [
+            f"no {side} engine is ready"
+            for side in (Role.PREFILL, Role.DECODE)
+            if not any(line.state == State.READY and line.role in (side, Role.BOTH) for line in lines)
+        ]
     lines.sort(key=lambda line: (line.role != "prefill", line.role, line.engine))
     problems += [
         f"{line.engine} is {line.state}{line.note and f': {line.note}'}"
@@ -197,6 +208,17 @@ def compose(members: Members, loads: Mapping[str, Load | str], view: View | None
         if line.state != State.READY or line.load is None
     ]
     return Overview(engines=tuple(lines), agents=agents, rollout=rollout, problems=tuple(problems))
+
+
+def _absent(view: View, item: Assignment) -> EngineLine:
+    """Return an engine that a rollout wants and nobody announces, with what is known of the reason."""
+    order, report = view.orders.get(item.engine), view.report(item)
+    note = item.why or (report.why if report is not None else "")
+    if order is not None and order.want is Want.DRAIN:
+        note = kept_down(item.engine, order)
+    return EngineLine(
+        engine=item.engine, role=item.role, state=ABSENT, node=item.node, revision=item.revision, note=note
+    )
 
 
 def _line(member: Member, load: Load | str) -> EngineLine:

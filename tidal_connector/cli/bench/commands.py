@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from tidal_connector.cli.ends import check_json_file, clear_ends, write_json
+from tidal_connector.cli.ends import ALL_ENDED, check_json_file, clear_ends, write_json
 
 bench = typer.Typer(help="Benchmarks; alone, it runs all of them.")
 
@@ -61,7 +61,7 @@ def prefill_overhead(
         max_num_batched_tokens=max_num_batched_tokens,
         keep_logs=keep_logs,
     )
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         found = run_overhead(options, Console())
         write_json(found, json_file)
@@ -81,7 +81,7 @@ def transfer(
 
     from tidal_connector.cli.bench.transfer import TransferOptions, run_transfer
 
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         found = run_transfer(TransferOptions(layers=layers, tokens=tokens, runs=runs), Console())
         write_json(found, json_file)
@@ -105,7 +105,7 @@ def gather(
     from tidal_connector.cli.bench.gather import GatherOptions, run_gather
     from tidal_connector.cli.bench.plot import check_plot_file
 
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
         found = run_gather(GatherOptions(pool=pool, top_k=top_k, repetitions=repetitions, plot=plot), Console())
@@ -154,7 +154,7 @@ def decode(
         plot=plot,
     )
     options = msgspec.structs.replace(asked, batches=tuple(batch or asked.batches))
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
         found = run_decode(options, Console())
@@ -199,7 +199,7 @@ def capacity(
         keep_logs=keep_logs,
         plot=plot,
     )
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
         found = run_capacity(options, Console())
@@ -242,7 +242,7 @@ def rollout(
         model=model,
         keep=keep,
     )
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         found = run_rollout(options, Console())
         write_json(found, json_file)
@@ -283,7 +283,7 @@ def proxy(
         policy=policy,
         keep_logs=keep_logs,
     )
-    with clear_ends():
+    with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         found = run_proxy_bench(options, Console())
         write_json(found, json_file)
