@@ -15,18 +15,22 @@ from typer.testing import CliRunner
 
 from tidal_connector.cli import rollout_wait
 from tidal_connector.cli.main import app
-from tidal_connector.cli.rollout_wait import wait_for
+from tidal_connector.cli.rollout_wait import Changes, wait_for
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.conductor import Conductor
+from tidal_connector.cluster.orders import AWAITS_ADMISSION
 from tidal_connector.cluster.rollout_records import (
     AGENTS,
     STATE,
     AgentEntry,
+    Kind,
+    Rollout,
     Status,
     encode,
     state_changes,
 )
+from tidal_connector.cluster.rollout_status import EngineStatus, RolloutStatus
 from tidal_connector.cluster.spec import ClusterSpec, build_spec, revision_id
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.settings import RegistryConfig, open_store
@@ -92,6 +96,16 @@ def test_every_change_is_a_line_with_its_seconds(store: Store, monkeypatch: pyte
         "[  44 s] waits for decode-0 (starting), decode-1 (starting), prefill-0 (starting), prefill-1 (starting)",
         f"[  48 s] rollout 1 to {revision} is halted: decode-0: no memory",
     ]
+
+
+def test_an_engine_that_was_just_let_in_is_not_called_lost_and_the_end_comes_last() -> None:
+    engine = EngineStatus(
+        **{"engine": "decode-0", "role": "decode", "node": "n", "agent": True, "revision": "r", "new": True},
+        **{"phase": "lost", "state": "starting", "layout": "l", "restarts": 0, "note": AWAITS_ADMISSION},
+    )
+    rollout = Rollout(number=1, token="t", kind=Kind.APPLY, revision="r", status=Status.DONE)
+    found = RolloutStatus(rollout=rollout, summary="", replaced=0, wanted=1, conductor="n", engines=(engine,))
+    assert list(Changes().since_last(found)) == ["decode-0 on n, revision r: let in", "rollout 1 to r is done"]
 
 
 def test_time_that_is_over_is_said_and_is_another_exit_status_than_a_halt(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 from tidal_connector.cluster import rollout as verbs
-from tidal_connector.cluster.rollout_records import Status
-from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
+from tidal_connector.cluster.orders import AWAITS_ADMISSION
+from tidal_connector.cluster.rollout_records import Rollout, Status
+from tidal_connector.cluster.rollout_status import EngineStatus, RolloutStatus, rollout_status
 from tidal_connector.cluster.steps_words import Phase
 from tidal_connector.errors import RegistryLost
 from tidal_connector.registry.base import Store
@@ -68,24 +69,32 @@ class Changes:
         self._engines: dict[str, str] = {}
 
     def since_last(self, found: RolloutStatus) -> Iterator[str]:
-        """Yield one line for the rollout and for each engine that is not as it was."""
+        """Yield one line for the rollout and for each engine that is not as it was; the end of all comes last."""
         now = found.rollout
-        rollout = (now.number, str(now.status), now.reason)
-        if rollout != self._rollout:
-            self._rollout = rollout
-            reason = f": {now.reason}" if now.reason else ""
-            yield f"rollout {now.number} to {now.revision} is {now.status}{reason}"
-        engines = {
-            item.engine: f"{item.engine} on {item.node}, revision {item.revision}: {item.phase}"
-            + (f" ({item.note})" if item.note else "")
-            for item in found.engines
-        }
+        about = list(self._rollout_lines(now))
+        ended = now.status in (Status.DONE, Status.HALTED)
+        yield from () if ended else about
+        engines = {item.engine: _words(item) for item in found.engines}
         for name in sorted(self._engines.keys() - engines.keys()):
             yield f"{name} has ended"
         for name, text in engines.items():
             if self._engines.get(name) != text:
                 yield text
         self._engines = engines
+        yield from about if ended else ()
+
+    def _rollout_lines(self, now: Rollout) -> Iterator[str]:
+        rollout = (now.number, str(now.status), now.reason)
+        if rollout != self._rollout:
+            self._rollout = rollout
+            yield f"rollout {now.number} to {now.revision} is {now.status}" + (f": {now.reason}" if now.reason else "")
+
+
+def _words(item: EngineStatus) -> str:
+    phase = item.phase + (f" ({item.note})" if item.note else "")
+    if item.phase == Phase.LOST and item.note == AWAITS_ADMISSION:
+        phase = "let in"  # it was told so, and has not said yet that it knows
+    return f"{item.engine} on {item.node}, revision {item.revision}: {phase}"
 
 
 def _missing(found: RolloutStatus) -> str:
