@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidal_connector.cli.main import app
+from tidal_connector.registry.settings import RegistryConfig, open_store
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,12 @@ def test_a_registry_that_is_not_there_is_neither_made_nor_taken_for_an_empty_one
     assert found.exit_code == 2
     assert f"registry.url = 'file://{tmp_path}/r': no such folder" in found.stderr
     assert not (tmp_path / "r").exists()
+
+
+def test_a_cluster_without_rollouts_has_no_empty_table_for_a_history(tmp_path: Path) -> None:
+    open_store(RegistryConfig(url=f"file://{tmp_path}")).close()
+    found = CliRunner().invoke(app, ["rollout", "history", "--registry", f"file://{tmp_path}"])
+    assert (found.exit_code, found.stdout) == (0, "nothing was ever rolled out in this cluster\n")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

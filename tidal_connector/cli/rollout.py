@@ -146,6 +146,9 @@ def history(
         if as_json:
             typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
             return
+        if not found:
+            typer.echo("nothing was ever rolled out in this cluster")
+            return
         table = Table("No.", "begun", "took", "what", "revision", "by", "outcome")
         for item in reversed(found):
             table.add_row(
