@@ -465,11 +465,11 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         "MC_MIN_RPC_PORT",
     ),
     "the registry does not answer": (
-        {"registry": registry(error="etcd://10.0.0.9:2379: no answer within 5 s")},
+        {"registry": registry(error="etcd at 10.0.0.9:2379: no answer in time")},
         asks(),
         "registry",
         State.FAIL,
-        "etcd://10.0.0.9:2379: no answer within 5 s",
+        "etcd at 10.0.0.9:2379: no answer in time",
         "etcdctl endpoint health",
     ),
     "the registry's address is no address": (

@@ -134,6 +134,7 @@ def test_an_etcd_that_is_not_there_is_a_failing_line() -> None:
     assert status == 1
     (line,) = about(found, "registry")
     assert (line.state, "etcdctl endpoint health" in line.fix) == (State.FAIL, True)
+    assert line.text.startswith("etcd at 127.0.0.1:9: cannot be reached: connection refused;")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:2379", "etcd://host", "file://relative"])

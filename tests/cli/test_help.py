@@ -34,6 +34,12 @@ def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
 COMMANDS = dict(commands())
 
 
+def test_a_help_speaks_of_no_option_that_the_command_lacks() -> None:
+    found = CliRunner().invoke(app, ["rollout", "apply", "--help"], env={"COLUMNS": "200"})
+    assert "--registry" in found.stdout
+    assert "--config" not in found.stdout
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_it_does_and_each_of_its_options_too(name: str) -> None:
     command = COMMANDS[name]

@@ -64,7 +64,9 @@ def registry_of(spec: ClusterSpec, url: str) -> RegistryConfig:
 @rollout.command()
 def apply(
     file: SpecFile,
-    registry: RegistryUrl = "",
+    registry: Annotated[
+        str, typer.Option(help="etcd://host:2379 or file:///folder; that of the file's [cluster.registry] if not said.")
+    ] = "",
     wait: Wait = False,
     timeout: WaitS = _WAIT_S,
     as_json: AsJson = False,

@@ -43,7 +43,7 @@ def ask_registry(config: RegistryConfig) -> Registry:
     except ConfigError as error:
         return msgspec.structs.replace(facts, error=str(error), fix="correct this setting, or --registry")
     except TidalError as error:
-        return msgspec.structs.replace(facts, error=f"{config.url}: {error}")
+        return msgspec.structs.replace(facts, error=str(error))
     skews, unreachable = _look_at(members)
     return msgspec.structs.replace(
         facts,

@@ -17,7 +17,7 @@ def check_nodes(facts: Facts, wishes: Wishes) -> list[Finding]:
             lines.append(good(name, f"runs {wish.engines} engines of {wish.file}"))
         else:
             text = f"is no node of {wish.file} ({', '.join(wish.nodes)}); looked at as its fullest one would be"
-            fix = 'give the agent\'s file, too, with node = "..." as the cluster calls this machine'
+            fix = 'write node = "...", as the cluster calls this machine, into agent.toml, and give it with --config'
             lines.append(warn(name, text, fix))
         agents = facts.registry.agents if facts.registry is not None else None
         if agents is None:

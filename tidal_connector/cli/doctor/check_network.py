@@ -161,7 +161,10 @@ def check_registry(facts: Facts, wishes: Wishes) -> list[Finding]:
     if registry.absent:
         return [warn("registry", registry.error, "nothing, if no agent or engine was started yet; else correct it")]
     if registry.error:
-        fix = registry.fix or "start etcd, open its port, and check registry.url; `etcdctl endpoint health` asks it"
+        fix = (
+            registry.fix
+            or "open its port to this machine; `etcdctl endpoint health --endpoints HOST:PORT` asks it directly"
+        )
         return [fail("registry", registry.error, fix)]
     lines = [_latency(registry)]
     if registry.writable:
