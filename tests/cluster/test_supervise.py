@@ -163,7 +163,7 @@ def test_it_serves_without_a_registry_and_is_listed_when_that_comes(tmp_path: Pa
         etcd.start()
         try:
             served.ready(bound_s=30.0)
-            assert len(complaints) == len(set(complaints)) == 2  # the entry's and the orders'
+            assert len(complaints) == len(set(complaints)) == 3  # the entry's, its watch's and the orders'
         finally:
             served.process.kill()
             etcd.kill()
