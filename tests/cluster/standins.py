@@ -44,6 +44,11 @@ class Standin:
     def post(self, body: dict[str, Any], path: str = "/v1/completions", timeout_s: float = 30.0) -> httpx.Response:
         return httpx.post(self.http + path, json=body, timeout=timeout_s, trust_env=False)
 
+    def listens(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return bool(httpx.get(self.http + "/health", timeout=10, trust_env=False).status_code)
+        return False
+
     def metrics(self) -> dict[str, float]:
         text = httpx.get(self.http + "/metrics", timeout=10, trust_env=False).text
         return {line.split("{")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines()}
@@ -61,7 +66,9 @@ def standin(role: str, engine: str, log: Path, *options: str, host: str = "127.0
         said = process.stdout.readline()
         found = re.search(r"http (\S+), control (\S+),", said)
         assert found, f"{engine} said {said!r}: {log.read_text()}"
-        yield Standin(engine, f"http://{found[1]}", found[2], process)
+        made = Standin(engine, f"http://{found[1]}", found[2], process)
+        until(made.listens, what=f"{engine} listening")
+        yield made
     finally:
         process.kill()
         process.wait()

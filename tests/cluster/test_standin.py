@@ -132,7 +132,7 @@ def test_requests_wait_for_seats_and_leave_with_their_clients(tmp_path: Path) ->
 
         def hurried() -> None:
             with pytest.raises(httpx.ReadTimeout):
-                engine.post({**BODY, "stream": True}, timeout_s=1.0)
+                engine.post({**BODY, "stream": True}, timeout_s=4.0)
 
         clients = [threading.Thread(target=hurried) for _ in range(2)]
         for client in clients:
@@ -165,6 +165,15 @@ def test_it_takes_the_arguments_of_a_vllm_server_and_ends_at_sigterm(tmp_path: P
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 0
     process.stdout.close()
+
+
+@pytest.mark.parametrize("option", ["--model", "--served-model-name"])
+def test_a_model_that_was_named_is_the_only_one_that_is_served(tmp_path: Path, option: str) -> None:
+    with standin("both", "named", tmp_path / "named.log", option, "tidal") as engine:
+        other = engine.post({**BODY, "model": "nope"})
+        assert (other.status_code, other.json()["error"]["message"]) == (404, "The model `nope` does not exist.")
+        unnamed = {name: value for name, value in BODY.items() if name != "model"}
+        assert engine.post(BODY).status_code == engine.post(unnamed).status_code == 200
 
 
 def test_rates_and_never_ready(tmp_path: Path) -> None:

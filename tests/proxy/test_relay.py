@@ -11,6 +11,7 @@ import pytest
 
 from tests.proxy.answers import about, layout
 from tidal_connector.control.messages import About
+from tidal_connector.proxy.engines import Failure
 from tidal_connector.proxy.settings import Timeouts
 
 ALL_EVENTS = b"".join(b'data: {"choices": [{"text": "%d"}]}\n\n' % i for i in range(3)) + b"data: [DONE]\n\n"
@@ -84,7 +85,9 @@ def test_fr_39_4xx_passes_and_is_never_retried(
         other = bed.decode if side == "prefill" else bed.prefill
         assert len(bed.prefill[0].requests) == len(bed.decode[0].requests) == 1
         await bed.until(lambda: other[0].requests[0].cut)
-        assert (await bed.settled())['tidal_proxy_requests_total{outcome="refused"}'] == 1
+        after = await bed.settled()
+        assert after['tidal_proxy_requests_total{outcome="refused"}'] == 1
+        assert not [name for name in after if name.startswith("tidal_proxy_leg_failures_total")]
 
     wrong = replies.status(*reply)
     legs = ([wrong], [replies.hang]) if side == "prefill" else ([replies.hang], [wrong])
@@ -143,12 +146,48 @@ def test_fr_39_lost_connection_twice_is_a_502_that_names_the_engine(run_bed: Any
 
 def test_engine_that_cannot_be_reached_is_avoided_afterwards(run_bed: Any, replies: Any) -> None:
     async def scenario(bed: Any) -> None:
-        bed.prefill[0].server.close()
+        engine = bed.prefill[0]
+        await bed.until(lambda: engine.writers)  # it was asked for its health; the next time is later than this test
+        engine.server.close()
+        for writer in engine.writers:
+            writer.close()
         for _ in range(4):
             assert (await bed.post()).status_code == 200
         assert (await bed.settled())['tidal_proxy_leg_failures_total{engine="p0",role="prefill"}'] == 1
 
-    run_bed(scenario, [replies.ok, replies.ok], [replies.waiting_for("p0", replies.ok)])
+    timeouts = Timeouts(inquiry_every_s=60.0)
+    run_bed(scenario, [replies.ok, replies.ok], [replies.waiting_for("p0", replies.ok)], timeouts)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_ready_counts_an_engine_of_the_file_only_while_it_can_be_reached(run_bed: Any, replies: Any, side: str) -> None:
+    async def scenario(bed: Any) -> None:
+        async def says(status: int) -> Any:
+            for _ in range(500):
+                answer = await bed.client.get("/ready")
+                if answer.status_code == status:
+                    return answer.json()
+                await asyncio.sleep(0.01)
+            raise AssertionError(f"/ready never answered {status}")
+
+        engine = (bed.prefill if side == "prefill" else bed.decode)[0]
+        assert (await says(200))["pairs"] == 1
+        engine.server.close()  # no request is made, all the while
+        gone = await says(503)
+        assert (gone["pairs"], gone["why"]) == (0, f"no {side} engine is reachable ({side[0]}0: out of reach)")
+        engine.server = await asyncio.start_server(engine._connection, "127.0.0.1", engine.port)
+        assert (await says(200))["pairs"] == 1
+
+    quick = Timeouts(inquiry_every_s=0.1, cooldown_s=0.1, keepalive_s=0.1)
+    run_bed(scenario, [replies.ok], [replies.ok], quick)
+
+
+@pytest.mark.parametrize(
+    ("status", "retryable", "refused"),
+    [(404, False, True), (200, False, True), (200, True, False), (500, True, False), (504, False, False)],
+)
+def test_only_a_refusal_is_no_failure_of_the_engine(status: int, retryable: bool, refused: bool) -> None:
+    assert Failure(status, {}, b"", retryable).refused is refused
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -256,8 +295,12 @@ def test_client_that_reads_nothing_is_given_up(run_bed: Any, replies: Any) -> No
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
             writer.write(head + body)
             await bed.until(lambda: bool(bed.decode[0].requests))
-            found = await bed.settled()
-            assert found['tidal_proxy_requests_total{outcome="disconnected"}'] == 1
+            given_up = 'tidal_proxy_requests_total{outcome="disconnected"}'
+            for _ in range(500):  # the place is free before the request is counted
+                if (found := await bed.settled())[given_up]:
+                    break
+                await asyncio.sleep(0.01)
+            assert found[given_up] == 1
         finally:
             writer.transport.abort()
 

@@ -68,7 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--control", default="127.0.0.1:0", help="HOST:PORT of the control channel")
     add("--advertise", help="host, or HOST:PORT, of the control channel that peers are told")
     add("--layout", default="v1", help="names the layout: stand-ins fit one another if these are equal")
-    add("--model", default="tidal", help="name under which it serves")
+    add("--model", help="name under which it serves, and the only one then; tidal, and any name, if not said")
     add("--served-model-name", help="the same; counts before --model")
     add("--token-ms", type=float, default=0.0, help="milliseconds per answered token")
     add("--prefill-ms", type=float, default=0.0, help="milliseconds per prompt")
@@ -134,7 +134,8 @@ def serve(given: argparse.Namespace) -> None:
     """
     place, counters = place_of(given), Counters()
     manner = Manner(
-        model=given.served_model_name or given.model,
+        model=given.served_model_name or given.model or "tidal",
+        only_model=bool(given.served_model_name or given.model),
         token_ms=given.token_ms,
         prefill_ms=given.prefill_ms,
         max_seqs=given.max_num_seqs,

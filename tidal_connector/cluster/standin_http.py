@@ -40,6 +40,7 @@ class Manner(msgspec.Struct, frozen=True):
 
     Attributes:
         model: name under which it serves.
+        only_model: a request that names another one gets 404, as from vLLM.
         token_ms: milliseconds per answered token.
         prefill_ms: milliseconds that a prompt takes.
         max_seqs: requests that run at once; further ones wait.
@@ -51,6 +52,7 @@ class Manner(msgspec.Struct, frozen=True):
     """
 
     model: str = "tidal"
+    only_model: bool = False
     token_ms: float = 0.0
     prefill_ms: float = 0.0
     max_seqs: int = 256
@@ -59,6 +61,10 @@ class Manner(msgspec.Struct, frozen=True):
     fail_rate: float = 0.0
     wrong_rate: float = 0.0
     seed: int = 0
+
+
+class UnknownModel(TidalError):
+    """A request that names a model that is not served: 404."""
 
 
 class Failed(TidalError):
@@ -143,6 +149,8 @@ class Server:
             body, job = self._read(request, await request.body())
         except ParamsError as error:
             return _error(400, str(error))
+        except UnknownModel as error:
+            return _error(404, str(error))
         if self._chance.random() < self._manner.fail_rate:
             return _error(500, "this stand-in fails a share of its requests (--fail-rate)")
         if body.get("stream") is True:
@@ -163,6 +171,9 @@ class Server:
             raise ParamsError(f"request body: {error}") from None
         if not isinstance(body, dict):
             raise ParamsError("request body: expected an object")
+        model = body.get("model")
+        if self._manner.only_model and model not in (None, "", self._manner.model):
+            raise UnknownModel(f"The model `{model}` does not exist.")
         role, length = self._role, answer_length(body)
         leg = parse_params(
             body.get("kv_transfer_params"),

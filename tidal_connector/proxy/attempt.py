@@ -138,7 +138,8 @@ class Attempts:
             del self._waiting[lost]
 
     def _note_failure(self, engine: Engine, how: Failure) -> Failed:
-        self._meters.failed(engine)
+        if not how.refused:  # a refusal is the client's doing
+            self._meters.failed(engine)
         if how.unreachable:
             self._picker.out_of_reach(engine)
         return Failed(engine, how)

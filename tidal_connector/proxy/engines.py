@@ -41,6 +41,11 @@ class Failure(msgspec.Struct, frozen=True):
     retryable: bool
     unreachable: bool = False
 
+    @property
+    def refused(self) -> bool:
+        """Whether the engine is well and the request is at fault: 4xx, as status or in an error event."""
+        return not self.retryable and self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+
 
 class Answer:
     """An engine's good answer: a whole body, or a stream that has begun.

@@ -3,7 +3,8 @@
 
 Can serve: ``ready``, and not known to be out of reach. An engine to which no connection could be opened is out of reach
 for ``cooldown_s`` and until it answers a question for its health, whatever the registry says; a new life (another
-incarnation or address in the registry) is in reach at once. Event loop's thread only.
+incarnation or address in the registry) is in reach at once. An engine of the file, which nobody else vouches for, is
+asked for its health every ``inquiry_every_s``. Event loop's thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tidal_connector.proxy.legs import ClientRequest, leading
 from tidal_connector.proxy.policy import Claim, Ledger, Pair, Policy, Want, choose_pair
 from tidal_connector.proxy.roster import SIDES, Change, Engine, Roster, Side
 from tidal_connector.proxy.settings import ProxyConfig
-from tidal_connector.proxy.wire import Client, WireError
+from tidal_connector.proxy.wire import Client, ConnectFailed, WireError
 from tidal_connector.registry.members import State
 
 _log = get_logger(__name__)
@@ -190,6 +191,22 @@ class Picker:
         _log.info("%s engine %s can be reached again", engine.side, engine.engine)
         self._changed()
 
+    async def _ask_named(self) -> None:
+        bounds = self._config.timeouts
+        while True:
+            named = [item for item in self._roster.engines if not item.registered and self.reachable(item)]
+            await asyncio.gather(*(self._ask(item, bounds.health_s) for item in named))
+            await asyncio.sleep(bounds.inquiry_every_s)
+
+    async def _ask(self, engine: Engine, bound_s: float) -> None:
+        try:
+            async with asyncio.timeout(bound_s):
+                (await self._client.request("GET", engine.url, "/health")).close()
+        except ConnectFailed:
+            self.out_of_reach(engine)
+        except (WireError, TimeoutError):
+            return  # it is there, and busy: a request that fails on it says more
+
     def _follow(self, changes: list[Change]) -> None:
         for change in changes:
             before, after = change.before, change.after
@@ -203,11 +220,12 @@ class Picker:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """End every question for health at the end of the context."""
+        """Ask the engines of the file as long as the context is open, and end every question for health with it."""
+        asking = asyncio.create_task(self._ask_named())
         try:
             yield
         finally:
-            tasks = list(self._out.values())
+            tasks = [asking, *self._out.values()]
             self._out.clear()
             for task in tasks:
                 task.cancel()
