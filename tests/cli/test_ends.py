@@ -69,6 +69,11 @@ def test_an_interrupted_wait_for_a_drain_says_that_the_order_stands(
     assert tidal("drain", "decode-0", "--registry", engine, "--cancel").stdout == "decode-0: withdrawn\n"
 
 
+def test_the_order_to_an_engine_that_an_agent_keeps_says_until_when_it_stays_down(engine: str) -> None:
+    done = tidal("drain", "decode-0", "--registry", engine)
+    assert done.stdout == ("decode-0: ordered to drain and stop, and stays down until: tidal drain decode-0 --cancel\n")
+
+
 def test_an_interrupted_wait_for_a_rollout_says_that_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
