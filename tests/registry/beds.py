@@ -21,6 +21,7 @@ from tidal_connector.registry.settings import RegistryConfig, open_store
 
 TTL = 1.0
 GONE = TTL + 1.0  # etcd looks for expired leases twice a second
+BUSY = 1.0  # on a machine with other work, whoever looks is late
 
 
 def eventually(what: Callable[[], object], timeout_s: float = 5.0) -> bool:
