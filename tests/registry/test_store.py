@@ -195,11 +195,10 @@ def test_a_dead_holder_s_entry_goes_within_its_ttl_and_its_successor_follows(bed
     assert other.hold("also", b"", TTL).wait(5)
     assert seen.values({"h": b"old"})
     holder.die()
-    died = time.monotonic()
     assert other.read("h").entries  # it was not withdrawn
     successor = bed.open().hold("h", b"new", TTL)
-    assert seen.values({}, GONE + BUSY) or seen.last == {"h": b"new"}
-    assert time.monotonic() - died <= GONE + BUSY
+    # Who looks ten times a second may see the successor at once.
+    assert seen.wait(lambda _: seen.last in ({}, {"h": b"new"}), GONE + BUSY)
     assert successor.wait(TTL)
     assert seen.values({"h": b"new"})
 
