@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the whole suite: what fails in a second runs before what takes minutes."""
+"""Order of the whole suite: what fails in a second runs before what takes minutes, and what takes many is asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import pytest
 LATER = ("sanitizers", "e2e", "faults")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slow``."""
+    parser.addoption("--slow", action="store_true", help="run the tests that take many minutes, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort unit tests first, then the native ones once more, then tests with engines, then tests that break engines."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes many minutes; make test ARGS=--slow runs it, too"))
     items.sort(
         key=lambda item: max((LATER.index(mark.name) for mark in item.iter_markers() if mark.name in LATER), default=-1)
     )

@@ -15,6 +15,7 @@ from tidal_connector.cli.bench.rollout import RolloutOptions, run_rollout
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)")
 def test_real_engines_are_upgraded_and_brought_back_without_a_failed_or_wrong_answer(

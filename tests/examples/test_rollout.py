@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_example_ends_well(tmp_path: Path) -> None:
     listen = f"127.0.0.1:{free_fixed_ports(1)[0]}"
