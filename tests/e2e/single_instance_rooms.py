@@ -108,10 +108,10 @@ class _LateFollowers:
         self._stream = stream
         self._late: tuple[Any, ...] = ()
 
-    def submit(self, moves: Any, rows: Any, slots: Any) -> int:
+    def submit(self, moves: Any, rows: Any, slots: Any, *, wake: bool) -> int:
         self.flush()
         self._late = (moves, np.array(rows), np.array(slots))
-        return int(self._stream.submit(moves, rows, slots, first=0, count=1))
+        return int(self._stream.submit(moves, rows, slots, first=0, count=1, wake=wake))
 
     def flush(self) -> None:
         if self._late:
