@@ -26,10 +26,19 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+import pytest
 from pyetcd import etcdrpc
 
 BINARY = shutil.which("etcd")
+_MISSING = "etcd is not installed (Debian package etcd-server)"
+
+needs_etcd = pytest.mark.skipif(BINARY is None, reason=_MISSING)
 START_S = 20.0
+
+
+def etcd_binary() -> str:
+    """Return where etcd is; a test on a machine without it is skipped."""
+    return BINARY or pytest.skip(_MISSING)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -114,14 +123,13 @@ class EtcdServer:
 
     def start(self, wait: bool = True) -> None:
         """Start it, with the data that it has; by default wait until it answers."""
-        assert BINARY, "etcd is not installed"
         assert self.process is None, "etcd runs already"
         client = self._at(self.port, "https" if self.tls else "http")
         peer = self.peer_url
         cluster = ",".join(f"{each.name}={each.peer_url}" for each in self._members)
         command = [
             *self._wrapper,
-            *(BINARY, "--name", self.name, "--data-dir", str(self.folder / "etcd-data")),
+            *(etcd_binary(), "--name", self.name, "--data-dir", str(self.folder / "etcd-data")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", cluster, "--listen-metrics-urls", self._at(self._metrics)),

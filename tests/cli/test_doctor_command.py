@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from tests.etcd import BINARY, EtcdServer
+from tests.etcd import EtcdServer
 from tidal_connector.cli.doctor import gather as gathering
 from tidal_connector.cli.doctor.ask_registry import ask_registry
 from tidal_connector.cli.doctor.examine import Diagnosis
@@ -96,7 +96,6 @@ def engine(date: str) -> Iterator[str]:
         server.server_close()
 
 
-@pytest.mark.skipif(BINARY is None, reason="etcd is not installed")
 def test_a_real_etcd_is_asked_and_its_engines_are_looked_at(tmp_path: Path) -> None:
     with EtcdServer(tmp_path) as etcd, engine("Sat, 01 Jan 2000 00:00:00 GMT") as url:
         config = RegistryConfig(url=etcd.url, cluster="here")
@@ -128,7 +127,6 @@ def test_a_real_etcd_is_asked_and_its_engines_are_looked_at(tmp_path: Path) -> N
         assert any("engine old" in line.text for line in about(found, "clock"))
 
 
-@pytest.mark.skipif(BINARY is None, reason="etcd is not installed")
 def test_an_etcd_that_is_not_there_is_a_failing_line() -> None:
     status, found = diagnose("--registry", "etcd://127.0.0.1:9")
     assert status == 1

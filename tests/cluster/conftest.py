@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.serve_bed import Bed, open_bed
-from tests.etcd import BINARY, EtcdServer
+from tests.etcd import EtcdServer
 
 
 @pytest.fixture(scope="session")
 def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    if BINARY is None:
-        pytest.skip("etcd is not installed")
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as etcd:
         yield etcd
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.etcd import needs_etcd
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.local import LocalCluster
@@ -28,11 +28,7 @@ from tidal_connector.registry.base import Delete, Put, Store
 from tidal_connector.registry.members import State
 from tidal_connector.registry.settings import open_store
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400), needs_etcd]
 
 WAIT_S = 90.0
 STANDIN = (sys.executable, "-m", "tidal_connector.cluster.standin")

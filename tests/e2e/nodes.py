@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from tests.e2e.net import Network, Node
+from tests.etcd import etcd_binary
 from tidal_connector.cluster.launch import ServerProcess, wait_ready
 from tidal_connector.cluster.serving import engine_environment
 from tidal_connector.cluster.stack import MODEL_NAME, QUIET, StackSettings
@@ -79,12 +78,9 @@ def running_cluster(
 @contextlib.contextmanager
 def etcd(node: Node, family: int, folder: Path) -> Iterator[ServerProcess]:
     """Run an etcd of one member on a node, with its data in a folder."""
-    binary = shutil.which("etcd")
-    if binary is None:
-        pytest.skip("etcd is not installed (Debian package etcd-server)")
     client, peer = (f"http://{node.at(family, port)}" for port in (ETCD_PORT, ETCD_PORT + 1))
     command = [
-        *(binary, "--name", "one", "--data-dir", str(folder / "etcd"), "--logger", "zap", "--log-level", "warn"),
+        *(etcd_binary(), "--name", "one", "--data-dir", str(folder / "etcd"), "--logger", "zap", "--log-level", "warn"),
         *("--listen-client-urls", client, "--advertise-client-urls", client),
         *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"one={peer}"),
     ]

@@ -19,7 +19,7 @@ from tests.cluster.serve_bed import Bed, Served, open_bed, port_of
 from tests.cluster.standins import until
 from tests.e2e.checks import assert_equal
 from tests.e2e.conftest import QUICK_TIMERS, START_S
-from tests.etcd import BINARY, EtcdServer, free_port
+from tests.etcd import EtcdServer, free_port
 from tidal_connector.cli.demo.client import ask, ask_many
 from tidal_connector.cli.demo.compare import Generated
 from tidal_connector.cli.demo.prompts import make_prompts
@@ -59,8 +59,6 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Both engines are told the same ports, as two configurations that were copied from one another do."""
-    if BINARY is None:
-        pytest.skip("etcd is not installed (Debian package etcd-server)")
     folder = tmp_path_factory.mktemp("registry")
     reference = plain(StackSettings(model=models(), logs=folder))
     args = (

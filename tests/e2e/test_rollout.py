@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.etcd import needs_etcd
 from tidal_connector.cli.bench.rollout import RolloutOptions, run_rollout
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (Debian: etcd-server)")
+@needs_etcd
 def test_real_engines_are_upgraded_and_brought_back_without_a_failed_or_wrong_answer(
     models: Callable[..., Path], tmp_path: Path
 ) -> None:

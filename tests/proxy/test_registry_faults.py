@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.etcd import BINARY, EtcdServer
+from tests.etcd import EtcdServer, needs_etcd
 from tests.proxy.conftest import FakeEngine, Replies, nobody
 from tests.relay import Relay
 from tidal_connector.ids import EngineId, Incarnation, Role
@@ -22,7 +22,7 @@ from tidal_connector.registry.etcd_store import EtcdStore
 from tidal_connector.registry.members import Member, State, announce, peers
 from tidal_connector.registry.settings import RegistryConfig, open_store
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="etcd is not installed")
+pytestmark = needs_etcd
 
 TTL_S = 2.0
 NAMES = ("p0", "p1", "d0", "d1")

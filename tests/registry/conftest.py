@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.etcd import BINARY, EtcdServer
+from tests.etcd import EtcdServer, needs_etcd
 from tests.registry.beds import Bed, EtcdBed, FileBed, MemoryBed, eventually
-
-needs_etcd = pytest.mark.skipif(BINARY is None, reason="etcd is not installed")
 
 
 @pytest.fixture(scope="session")

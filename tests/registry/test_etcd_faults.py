@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from tests.arch.source import ROOT
-from tests.etcd import BINARY, EtcdServer, joined
+from tests.etcd import EtcdServer, joined, needs_etcd
 from tests.registry.beds import GONE, TTL, Seen, eventually
 from tests.registry.clockstep import COMPILER, SteppedClock
 from tests.relay import Relay
@@ -28,7 +28,7 @@ from tidal_connector.registry.common import CommonStore
 from tidal_connector.registry.etcd_store import EtcdStore
 from tidal_connector.registry.settings import RegistryConfig
 
-pytestmark = [pytest.mark.faults, pytest.mark.skipif(BINARY is None, reason="etcd is not installed")]
+pytestmark = [pytest.mark.faults, needs_etcd]
 
 
 @pytest.fixture(scope="module")

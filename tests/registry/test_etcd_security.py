@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from tests.certificates import Authority, token_keys
-from tests.etcd import BINARY, EtcdServer
+from tests.etcd import EtcdServer, needs_etcd
 from tests.registry.beds import Seen, eventually
 from tidal_connector.errors import RegistryLost
 from tidal_connector.registry.base import Put, Store
 from tidal_connector.registry.settings import RegistryConfig, open_store
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="etcd is not installed")
+pytestmark = needs_etcd
 
 TTL = 2.0  # a login takes etcd a tenth of a second of computing
 LOCAL = ("127.0.0.1", "localhost")
