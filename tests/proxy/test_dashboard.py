@@ -194,6 +194,20 @@ def test_an_engine_that_left_after_draining_is_no_trouble_and_is_forgotten_in_ti
     tell(story)
 
 
+def test_a_rollout_is_over_once_the_last_engine_of_the_old_revision_has_left() -> None:
+    async def story(world: World) -> None:
+        world.scene.add("decode-0", state="draining", revision="r1")
+        world.scene.add("decode-1", revision="r2")
+        answer = await world.look()
+        assert answer.rollout is not None
+        assert "A rollout is in progress: 1 of r1, 1 of r2." in what(answer, "note")
+        world.scene.drop("decode-0")
+        answer = await world.look()
+        assert (answer.rollout, answer.findings) == (None, [])
+
+    tell(story)
+
+
 def test_an_unhealthy_engine_is_down_although_it_answers() -> None:
     async def story(world: World) -> None:
         world.scene.sick.add("decode-0")

@@ -49,7 +49,8 @@ class EngineRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         engine, role, node, revision, http, note: as in ``view.EngineView``.
-        state: ``starting``, ``ready``, ``draining``, ``down``, ``unreachable``, or ``gone`` (it was there lately).
+        state: ``starting``, ``ready``, ``draining``, ``down``, ``unreachable``, or, of one that was there lately,
+            ``left`` (it had drained) or ``gone``.
         state_s: how long it has been in this state, as far as this proxy saw.
         requests: requests of this proxy that it works on now; tokens: their tokens.
         failures: requests of this proxy that failed on it, ever.

@@ -150,10 +150,15 @@ def _pairs(state: ProxyState) -> Iterator[Found]:
 
 
 def _rollout(rows: Sequence[EngineRow]) -> Iterator[Found]:
-    revisions = Counter(row.revision for row in rows if row.revision and row.state != "gone")
-    if len(revisions) > 1:
+    if revisions := mixed_revisions(rows):
         parts = ", ".join(f"{count} of {clip(revision)}" for revision, count in sorted(revisions.items()))
         yield Found("rollout", NOTE, f"A rollout is in progress: {parts}.", "tidal rollout status")
+
+
+def mixed_revisions(rows: Sequence[EngineRow]) -> dict[str, int]:
+    """Count the engines that are there, by revision; empty where they are not of several."""
+    revisions = Counter(row.revision for row in rows if row.revision and row.state not in {"gone", "left"})
+    return dict(revisions) if len(revisions) > 1 else {}
 
 
 def _counted(number: int, noun: str) -> str:

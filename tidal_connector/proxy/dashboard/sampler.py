@@ -18,7 +18,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from tidal_connector import __version__
 from tidal_connector.log import get_logger
 from tidal_connector.proxy.dashboard.answer import Answer, EngineRow, Finding, Registry, Rollout, Totals
-from tidal_connector.proxy.dashboard.findings import CRITICAL, WARNING, Found, Minute, clip, find, verdict
+from tidal_connector.proxy.dashboard.findings import (
+    CRITICAL,
+    WARNING,
+    Found,
+    Minute,
+    clip,
+    find,
+    mixed_revisions,
+    verdict,
+)
 from tidal_connector.proxy.dashboard.history import KEEP_S, MINUTE_S, History, Look
 from tidal_connector.proxy.dashboard.readings import COUNTERS, parse_metrics
 from tidal_connector.proxy.dashboard.records import Record, Reply
@@ -249,7 +258,7 @@ class Sampler:
                 bytes=self._bytes,
             ),
             registry=Registry(clip(registry.url), registry.fresh, registry.age_s) if registry else None,
-            rollout=_rollout(rows),
+            rollout=Rollout(revisions) if (revisions := mixed_revisions(rows)) else None,
         )
 
     def _minute(self, now: float) -> Minute:
@@ -292,11 +301,3 @@ def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return what sorts decode-10 behind decode-9."""
     parts = _NUMBERS.split(name)
     return [(int(part[:18]), "") if index % 2 else (-1, part) for index, part in enumerate(parts)], name
-
-
-def _rollout(rows: list[EngineRow]) -> Rollout | None:
-    revisions: dict[str, int] = {}
-    for row in rows:
-        if row.revision and row.state not in {"gone", "left"}:
-            revisions[row.revision] = revisions.get(row.revision, 0) + 1
-    return Rollout(revisions) if len(revisions) > 1 else None
