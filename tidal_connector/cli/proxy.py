@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from tidal_connector.address import join_address
 from tidal_connector.config import log_level
 from tidal_connector.errors import ConfigError
 from tidal_connector.log import configure, get_logger
@@ -118,4 +119,4 @@ def listen_on(config: ProxyConfig) -> socket.socket:
 def place_of(listener: socket.socket) -> str:
     """Return ``host:port`` of what was really bound, in brackets where it is IPv6."""
     host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)
