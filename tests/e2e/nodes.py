@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 
 from tests.e2e.net import Network, Node
 from tests.etcd import etcd_binary
+from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.launch import ServerProcess, wait_ready
 from tidal_connector.cluster.serving import engine_environment
 from tidal_connector.cluster.stack import MODEL_NAME, QUIET, StackSettings
@@ -115,14 +115,6 @@ def engine(node: Node, family: int, role: Role, settings: StackSettings, registr
     ]
     url = f"http://{node.at(family, HTTP_PORT)}"
     return node.server(name, command, url, settings.logs / f"{name}.log", environment={**engine_environment(), **QUIET})
-
-
-def to_toml(table: dict[str, Any], path: tuple[str, ...] = ()) -> str:
-    """Write a table of strings, numbers and tables as TOML."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    head = [f"[{'.'.join(path)}]"] if path and lines else []
-    inner = [to_toml(value, (*path, key)) for key, value in table.items() if isinstance(value, dict)]
-    return "\n".join([*head, *lines, *inner])
 
 
 def _is_engine(name: str) -> bool:

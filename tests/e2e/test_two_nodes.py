@@ -25,11 +25,12 @@ from tests.e2e.checks import (
     reference_answers,
 )
 from tests.e2e.conftest import RATE_MBIT
-from tests.e2e.nodes import CONTROL_PORT, HTTP_PORT, Cluster, to_toml
+from tests.e2e.nodes import CONTROL_PORT, HTTP_PORT, Cluster
 from tidal_connector.cli.demo.client import ask, ask_many
 from tidal_connector.cli.demo.compare import Generated
 from tidal_connector.cli.demo.expect import row_bytes
 from tidal_connector.cli.demo.prompts import make_prompts
+from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.launch import ServerProcess
 from tidal_connector.cluster.stack import read_metrics
 from tidal_connector.config import child_environment
