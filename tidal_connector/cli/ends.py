@@ -65,6 +65,15 @@ def write_json(result: Any, file: Path | None) -> None:
     if file is None:
         return
     try:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        file.write_bytes(_indented(result) + b"\n")
     except OSError as error:
         raise ConfigError(f"--json {file}: {error.strerror}") from None
+
+
+def print_json(result: Any) -> None:
+    """Print a result as indented JSON."""
+    typer.echo(_indented(result).decode())
+
+
+def _indented(result: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(result))

@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tidal_connector.cli.ends import clear_ends, leaves
+from tidal_connector.cli.ends import clear_ends, leaves, print_json
 from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
 from tidal_connector.cli.rollout_wait import has_ended, wait_for
 from tidal_connector.cluster import rollout as verbs
@@ -146,7 +145,7 @@ def history(
     with clear_ends(), open_store(registry_config(config, registry, cluster)) as store:
         found = verbs.read_view(store).history
         if as_json:
-            typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+            print_json(found)
             return
         if not found:
             typer.echo("nothing was ever rolled out in this cluster")
@@ -174,7 +173,7 @@ def _say(store: Store, begun: Rollout, wait: bool, timeout_s: float, as_json: bo
     with leaves("the rollout goes on; look at it with: tidal rollout status --wait"):
         found = wait_for(store, begun.number, timeout_s, Console(stderr=True)) if wait else _status(store)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
     else:
         show_status(found, Console())
     now = found.rollout

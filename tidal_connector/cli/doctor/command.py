@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cli.ends import clear_ends, print_json
 
 if TYPE_CHECKING:
     from tidal_connector.cli.doctor.examine import Diagnosis
@@ -45,7 +45,7 @@ def doctor(
             facts = msgspec.structs.replace(facts, registry=ask_registry(wishes.registry))
         found = examine(facts, wishes)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
     else:
         _show(found)
     raise typer.Exit(1 if found.failed else 0)

@@ -6,10 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 
-from tidal_connector.cli.ends import clear_ends
+from tidal_connector.cli.ends import clear_ends, print_json
 from tidal_connector.config import parse_bytes
 from tidal_connector.errors import ConfigError
 
@@ -103,7 +102,7 @@ def plan(
         found = make_plan(question)
         draw(found, plot)
         if as_json:
-            typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+            print_json(found)
         else:
             show(found, Console())
     raise typer.Exit(0 if found.fits else 1)
