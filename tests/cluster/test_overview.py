@@ -199,10 +199,10 @@ def test_an_engine_is_what_its_last_answers_say(found: Seen, now: float, state: 
 def test_an_engine_is_idle_when_it_was_seen_so_twice_after_it_settled() -> None:
     drain = Drain(began=0.0, settled=1.0, deadline=9.0, ordered=True)
     looks = [(0.5, {}), (1.2, {"running": 1}), (1.4, {}), (1.6, {}), (1.7, {"transfers": 1}), (1.8, {}), (2.4, {})]
-    over = [drain.over(Seen(work=work, work_at=at), at) for at, work in looks]
+    over = [drain.over(Seen(work=work, work_at=at)) for at, work in looks]
     assert over == [False] * 6 + [True]
     silent = Drain(began=0.0, settled=1.0, deadline=9.0, ordered=True)
-    assert not any(silent.over(Seen(), float(now)) for now in range(9))
+    assert not any(silent.over(Seen()) for _ in range(9))
 
 
 def test_metrics_are_summed_over_labels_and_rubbish_is_left_out() -> None:

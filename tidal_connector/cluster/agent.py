@@ -140,16 +140,6 @@ class Agent:
         reports = self._step(view, fresh=rollout.fresh)
         self._tell(reports)
 
-    def end_engines(self, grace_s: float) -> None:
-        """End all engines, for a cluster that ends with its terminal: asked at first, killed after the grace."""
-        for engine in self._engines.values():
-            engine.begin_end()
-        deadline = self._clock() + grace_s
-        while self._clock() < deadline and any(engine.running for engine in self._engines.values()):
-            time.sleep(_TICK_S)
-        for engine in self._engines.values():
-            engine.end()
-
     # --- inside ---
 
     def _adopt(self) -> None:

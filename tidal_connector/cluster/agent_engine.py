@@ -126,18 +126,6 @@ class EngineKeeper:
         else:
             self._drop()
 
-    def begin_end(self) -> None:
-        """Ask the engine to end now, for a cluster that ends with its terminal."""
-        if self._alive():
-            self._stop()
-
-    def end(self) -> None:
-        """End the engine and everything that it started, at once."""
-        if self._record is not None and self._record.process is not None:
-            processes.kill_tree(self._record.process)
-        self._alive()
-        self._drop()
-
     # --- inside ---
 
     def _adopt(self) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TypeVar
@@ -121,10 +120,6 @@ class AgentFolder:
         folder = self.engine(engine)
         for path in (folder / "record.json", *folder.glob("serve-*.toml")):
             path.unlink(missing_ok=True)
-
-    def purge(self) -> None:
-        """Remove everything; for clusters that end with their terminal."""
-        shutil.rmtree(self._path, ignore_errors=True)
 
     def keep_cluster(self, entries: Mapping[str, bytes]) -> None:
         """Write down the rollout as it was heard."""

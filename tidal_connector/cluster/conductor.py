@@ -38,7 +38,7 @@ from tidal_connector.cluster.rollout_records import (
 )
 from tidal_connector.cluster.spec import ClusterSpec, Probe, template_id
 from tidal_connector.cluster.steps import next_steps
-from tidal_connector.cluster.steps_words import Finish, Forget, Halt, Phase, Seen, Start, Step, Stop, Try
+from tidal_connector.cluster.steps_words import Finish, Forget, Halt, Phase, Start, Step, Stop, Try
 from tidal_connector.errors import Conflict, RegistryLost, TidalError
 from tidal_connector.log import get_logger
 from tidal_connector.registry.base import Delete, Put, Store
@@ -149,7 +149,7 @@ class Conductor:
             self._write(view, rollout, spec, others)
             return True
         # A probe may take a minute: everything that can be done without it is on its way.
-        return bool(tries) and self._try(view, rollout, spec, tries[0], seen)
+        return bool(tries) and self._try(view, rollout, spec, tries[0])
 
     def _write(self, view: View, rollout: Rollout, spec: ClusterSpec, steps: Sequence[Step]) -> None:
         entries: dict[str, Change] = {}
@@ -176,7 +176,7 @@ class Conductor:
         self._commit(view, after, list(entries.values()))
         _log.info("rollout %d to %s: %s", rollout.number, rollout.revision, "; ".join(said))
 
-    def _try(self, view: View, rollout: Rollout, spec: ClusterSpec, step: Try, seen: Sequence[Seen]) -> bool:
+    def _try(self, view: View, rollout: Rollout, spec: ClusterSpec, step: Try) -> bool:
         members = view.members.engines
         prefill, decode = (members.get(name) for name in (step.prefill, step.decode))
         if prefill is None or decode is None:

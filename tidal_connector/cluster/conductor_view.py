@@ -89,7 +89,7 @@ def _phase(view: View, item: Assignment, member: Member | None, late: bool) -> t
         ended = report is not None and report.stage is Stage.STOPPED
         lost = late and item.node not in view.agents  # its machine is gone; should it come back, its agent ends it
         return (Phase.GONE if member is None and (ended or lost) else Phase.STOPPING), ""
-    failure = item.why or _failure(view, item, report)
+    failure = item.why or _failure(view, report)
     if failure:
         return Phase.FAILED, failure
     # A dead agent's report is old, but its engines live on and speak for themselves.
@@ -126,7 +126,7 @@ def _healthy(member: Member) -> bool:
     return member.state is State.READY or (member.state is State.STARTING and member.note == AWAITS_ADMISSION)
 
 
-def _failure(view: View, item: Assignment, report: Report | None) -> str:
+def _failure(view: View, report: Report | None) -> str:
     if report is None:
         return ""
     if report.stage is Stage.REFUSED:

@@ -126,7 +126,7 @@ class Drain(msgspec.Struct):
     idle_at: float | None = None
     said_at: float = 0.0
 
-    def over(self, seen: Seen, now: float) -> bool:
+    def over(self, seen: Seen) -> bool:
         """Take the newest look at the engine's work; return whether it has been idle for a moment."""
         if seen.work_at >= self.settled:
             if seen.work:
@@ -239,7 +239,7 @@ class Supervisor:
     def _drained(self, plan: EnginePlan, seen: Seen, now: float) -> bool:
         drain = self._drain
         assert drain is not None
-        if drain.over(seen, now):
+        if drain.over(seen):
             _log.info("engine %s: idle after %.1f s; stopping", plan.engine, now - drain.began)
             return True
         work = ", ".join(f"{count} {kind}" for kind, count in (seen.work or {}).items())
