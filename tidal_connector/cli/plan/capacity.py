@@ -125,6 +125,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return left
 
     @property
+    def addressed(self) -> int:
+        """Bytes of latents whose index keys the device could hold: a larger pool is of no use."""
+        return self.budget // self.device_block * self.latent_block
+
+    @property
     def pool_room(self) -> int:
         """Bytes that one engine's pool may take."""
         return int(self.dram * self.dram_share) // self.engines
@@ -267,14 +272,13 @@ def seat_bytes(question: Question, context: int) -> int:
     return divide(question, context, 1).arena_bytes
 
 
-def divide(question: Question, context: int, requests: int, pool: int | None = None) -> MemoryPlan:
-    """Divide the device's budget as an engine with ``max_num_seqs`` requests and as much of the slots would.
+def divide(question: Question, context: int, requests: int) -> MemoryPlan:
+    """Divide the device's budget as an engine with ``max_num_seqs`` requests and a pool that never binds would.
 
     Args:
         question: sizes and settings.
         context: tokens of a request, at most.
         requests: that run at once.
-        pool: bytes of the pool; None takes one that never binds.
 
     Raises:
         ConfigError: it does not fit.
@@ -289,9 +293,10 @@ def divide(question: Question, context: int, requests: int, pool: int | None = N
         latent_block_bytes=question.latent_block,
         index_block_bytes=question.device_block,
     )
-    unlimited = question.budget // question.device_block * question.latent_block
     config = TidalConfig(
-        offload=Offload.ON, pool=PoolConfig(bytes=pool or unlimited), selection=SelectionConfig(slots=question.slots)
+        offload=Offload.ON,
+        pool=PoolConfig(bytes=question.addressed),
+        selection=SelectionConfig(slots=question.slots),
     )
     found = divide_memory(config, costs, device)
     if found.arena_rows >= requests * found.base_rows:

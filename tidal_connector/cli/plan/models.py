@@ -61,7 +61,6 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 """The fields of the published ``config.json`` files that decide about KV."""
 
 LATENT_FORMATS = ("bf16", "fp8_ds_mla", "int8", "float32")
-INDEX_FORMATS = ("fp8", "int8", "bf16")
 
 _CSA, _HCA = 4, 128
 _TILE = 128  # elements that share a scale in the 8-bit latent rows

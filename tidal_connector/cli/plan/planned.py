@@ -183,6 +183,8 @@ def make_plan(question: Question) -> Plan:
     room = room_for(question, question.context)
     most = min(room.fit, question.concurrency)
     curve = tuple(room_for(question, context) for context in _contexts(question))
+    pool, served = _pool(question), max(1, most)
+    descriptors = len(question.layout.regions) * question.blocks_of(question.context)
     return Plan(
         model=question.model.name,
         layers=len(question.model.layers),
@@ -195,20 +197,20 @@ def make_plan(question: Question) -> Plan:
         first=Limit.ASKED if room.fit >= question.concurrency else room.binds,
         most=most,
         formats=_formats(question),
-        pool=_pool(question),
-        device=_device(question, max(1, most)),
+        pool=pool,
+        device=_device(question, served),
         room=room,
         transfer_bytes=transfer_bytes(question),
-        descriptors=len(question.layout.regions) * question.blocks_of(question.context),
-        descriptor_s=len(question.layout.regions) * question.blocks_of(question.context) * DESCRIPTOR_S,
+        descriptors=descriptors,
+        descriptor_s=descriptors * DESCRIPTOR_S,
         transfers=tuple(_transfer(question, link) for link in LINKS_GBIT),
-        gather=tuple(_gather(question, rate, max(1, most)) for rate in sorted({*HIT_RATES, question.hit_rate})),
+        gather=tuple(_gather(question, rate, served) for rate in sorted({*HIT_RATES, question.hit_rate})),
         hit_rate=question.hit_rate,
         tpot_s=question.tpot_s,
         copy_speed=capacity.copy_speed(question),
         knees=_knees(question, curve),
         curve=curve,
-        notes=tuple(_notes(question, room, curve)),
+        notes=tuple(_notes(question, pool, room, curve)),
     )
 
 
@@ -249,8 +251,7 @@ def _formats(question: Question) -> tuple[FormatLine, ...]:
 
 def _pool(question: Question) -> PoolPlan:
     page = hugepage_lines.page_for(question.pool_room)
-    addressed = question.budget // question.device_block * question.latent_block
-    wanted = min(question.pool_room // page * page, -(-addressed // page) * page)
+    wanted = min(question.pool_room // page * page, -(-question.addressed // page) * page)
     wanted = max(wanted, page)
     small = hugepage_lines.pages_for(wanted, hugepage_lines.TWO_MIB) * question.engines
     large = hugepage_lines.pages_for(wanted, hugepage_lines.ONE_GIB) * question.engines
@@ -268,7 +269,6 @@ def _pool(question: Question) -> PoolPlan:
 
 
 def _device(question: Question, requests: int) -> DevicePlan:
-    requests = max(1, min(requests, capacity.most_on_device(question, question.context)))
     found = capacity.divide(question, question.context, requests)
     seats = found.arena_rows * question.row_bytes
     keys = requests * question.blocks_of(question.context) * question.device_block
@@ -316,9 +316,8 @@ def _knees(question: Question, curve: Sequence[Room]) -> tuple[Knee, ...]:
     return tuple(found)
 
 
-def _notes(question: Question, room: Room, curve: Sequence[Room]) -> list[str]:
+def _notes(question: Question, pool: PoolPlan, room: Room, curve: Sequence[Room]) -> list[str]:
     notes = []
-    pool = _pool(question)
     if question.weights == 0:
         notes.append("--weights was not given: all of the device's memory is counted for KV")
     if question.model.compressed:
@@ -328,7 +327,7 @@ def _notes(question: Question, room: Room, curve: Sequence[Room]) -> list[str]:
     if room.fit < question.concurrency:
         notes.append(
             f"{question.concurrency} requests of {question.context:,} tokens do not fit: {room.fit} do, the limit is "
-            f"{room.binds}. {_remedy(question, room)}"
+            f"{room.binds}. {_remedy(question, pool, room)}"
         )
     short = [each.context for each in curve if each.ratio is not None and each.ratio <= 1]
     if short:
@@ -343,10 +342,9 @@ def _notes(question: Question, room: Room, curve: Sequence[Room]) -> list[str]:
     return notes
 
 
-def _remedy(question: Question, room: Room) -> str:
+def _remedy(question: Question, pool: PoolPlan, room: Room) -> str:
     if room.binds is Limit.POOL:
-        short = question.concurrency * question.blocks_of(question.context) * question.latent_block
-        return f"A pool of {size_text(short)} would hold them, {size_text(question.pool_room)} are there."
+        return f"A pool of {size_text(pool.asked)} would hold them, {size_text(pool.room)} are there."
     if room.binds is Limit.COPYING:
         return (
             "A longer time per token, a higher hit rate (more slots), a faster link or more engines would let them in."
