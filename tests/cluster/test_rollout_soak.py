@@ -13,6 +13,7 @@ import httpx
 import pytest
 from rich.console import Console
 
+from tidal_connector.cli.bench.figures import machine_facts
 from tidal_connector.cli.bench.rollout import RolloutOptions, run_rollout
 from tidal_connector.cli.bench.rollout_load import Load
 from tidal_connector.cli.bench.rollout_report import RolloutResult, Scenario
@@ -79,9 +80,8 @@ def test_a_shortcoming_is_a_failure_a_wrong_answer_another_outcome_or_no_request
     def result(**more: Any) -> list[str]:
         scenario = Scenario(name="x", **{**good, **more})
         sums = {"requests": 1, "failed": 0, "wrong": 0, "seconds": 1, "start_seconds": 1}
-        return RolloutResult(
-            **sums, engines="", prefill=1, decode=1, clients=1, registry="", scenarios=(scenario,)
-        ).shortcomings()
+        shape = {"engines": "", "prefill": 1, "decode": 1, "clients": 1, "registry": ""}
+        return RolloutResult(**sums, **shape, scenarios=(scenario,), machine=machine_facts()).shortcomings()
 
     assert result() == []
     for more in ({"failed": 1}, {"wrong": 1}, {"outcome": "halted"}, {"requests": 0}):

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tidal_connector.cli.bench.figures import machine_facts
@@ -33,6 +32,7 @@ def run_rollout(options: RolloutOptions, console: Console) -> RolloutResult:
     unknown = set(options.only) - set(SCENARIOS)
     if unknown or options.engines < 1 or options.clients < 1:
         raise ConfigError(f"--only: expected any of {', '.join(SCENARIOS)}; --engines and --clients from 1 on")
+    machine = machine_facts()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-rollout-")))
@@ -59,7 +59,7 @@ def run_rollout(options: RolloutOptions, console: Console) -> RolloutResult:
         registry=registry,
         start_seconds=started,
         scenarios=tuple(found),
-        machine=msgspec.to_builtins(machine_facts()),
+        machine=machine,
     )
     show(result, console)
     return result

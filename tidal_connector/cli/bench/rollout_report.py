@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+from tidal_connector.cli.bench.figures import MachineFacts
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         requests, failed, wrong: of the clients meanwhile.
         seconds: from the operator's word to the end.
         slowest_s: longest request.
-        engines_started: processes that agents started, where that was counted.
         faults: the first failures.
         why: what the rollout says itself.
     """
@@ -67,7 +66,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     registry: str
     start_seconds: float
     scenarios: tuple[Scenario, ...]
-    machine: dict[str, Any] = {}
+    machine: MachineFacts
 
     def shortcomings(self) -> list[str]:
         """Return what is not as it should be."""
