@@ -31,8 +31,6 @@ _ANSWER_S = 60.0
 _WARM_UP = 30
 _KEPT_FAULTS = 5
 _SEATS = 4096  # requests that a stand-in serves at once
-_QUICK = "quick"
-_SLOW = "slow"
 
 
 class ProxyOptions(msgspec.Struct, frozen=True):
@@ -54,7 +52,6 @@ class _Bed(msgspec.Struct, frozen=True):
     prefill: tuple[Address, ...]
     decode: tuple[Address, ...]
     proxy: ServerProcess
-    servers: tuple[ServerProcess, ...]
 
 
 def run_proxy_bench(options: ProxyOptions, console: Console) -> ProxyResult:
@@ -71,15 +68,11 @@ def run_proxy_bench(options: ProxyOptions, console: Console) -> ProxyResult:
     with contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         logs = options.keep_logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-bench-")))
-        stack.enter_context(console.status("timing requests"))
-        quick = stack.enter_context(_running(options, logs, _QUICK, 0.0))
-        times = asyncio.run(_time_requests(options, quick))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sigterm_interrupts())
-        logs = options.keep_logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidal-bench-")))
-        stack.enter_context(console.status(f"{options.streams} streams at once"))
-        slow = stack.enter_context(_running(options, logs, _SLOW, options.token_ms))
-        streams = asyncio.run(_carry_streams(options, slow))
+        with console.status("timing requests"), _running(options, logs, "quick", 0.0) as quick:
+            times = asyncio.run(_time_requests(options, quick))
+        status = console.status(f"{options.streams} streams at once")
+        with status, _running(options, logs, "slow", options.token_ms) as slow:
+            streams = asyncio.run(_carry_streams(options, slow))
     result = ProxyResult(
         answer=added(times.direct_answer, times.proxy_answer),
         first_token=added(times.direct_first, times.proxy_first),
@@ -199,7 +192,7 @@ def _running(options: ProxyOptions, logs: Path, name: str, token_ms: float):  # 
             stack.enter_context(server)
         stack.callback(lambda: [server.begin_stop() for server in (*servers, proxy)])
         wait_ready([*servers, proxy], _START_S)
-        yield _Bed(tuple(prefill), tuple(decode), proxy, tuple(servers))
+        yield _Bed(tuple(prefill), tuple(decode), proxy)
 
 
 def _places(role: str, ports: Sequence[int]) -> list[Address]:
