@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tidal_connector.ids import new_transfer_id
-from tidal_connector.proxy.engines import Answer, Failure, failure, run_leg
+from tidal_connector.proxy.engines import Answer, Failure, failure, knock, run_leg
 from tidal_connector.proxy.legs import Body, ClientRequest, decode_body, prefill_body
 from tidal_connector.proxy.meters import Meters
 from tidal_connector.proxy.picker import Picked, Picker
@@ -160,8 +160,7 @@ class Attempts:
 
     async def _probe(self, engine: Engine) -> None:
         try:
-            async with asyncio.timeout(self._timeouts.health_s):
-                (await self._client.request("GET", engine.url, "/health")).close()
+            await knock(self._client, engine.url, self._timeouts.health_s)
         except (WireError, TimeoutError):
             self._lose(engine, "left the registry and does not answer")
 

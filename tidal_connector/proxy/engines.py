@@ -147,6 +147,18 @@ def _event_code(body: bytes) -> int:
     return code if isinstance(code, int) else 500
 
 
+async def knock(client: Client, url: str, within_s: float) -> None:
+    """Return once an engine answers the question for its health, whatever it says of it: it is there.
+
+    Raises:
+        TimeoutError: it took longer.
+        ConnectFailed: no connection could be opened.
+        WireError: the connection broke.
+    """
+    async with asyncio.timeout(within_s):
+        (await client.request("GET", url, "/health")).close()
+
+
 def is_stream(headers: Mapping[str, str]) -> bool:
     """Whether an answer is a stream of server-sent events."""
     return headers.get("content-type", "").split(";")[0].strip() == SSE

@@ -84,14 +84,12 @@ class Health:
         if engine.state is not State.READY:
             return f"{engine.state}: {engine.note}" if engine.note else str(engine.state)
         try:
-            async with asyncio.timeout(self._bound_s):
-                answer = await self._client.request("GET", engine.url, "/health")
-                await answer.read(_MOST_BYTES)
+            status, _ = await self._client.get(engine.url, "/health", self._bound_s, _MOST_BYTES)
         except TimeoutError:
             return f"no answer within {self._bound_s:g} s"
         except WireError as error:
             return f"cannot be reached: {error}"
-        return "ok" if answer.status == HTTPStatus.OK else f"status {answer.status}"
+        return "ok" if status == HTTPStatus.OK else f"status {status}"
 
     async def _models(self, engine: Engine) -> Sequence[dict[str, Any]] | None:
         body = await self._looks.read_of(engine, "/v1/models")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -124,12 +123,7 @@ class Looks:
     async def read_of(self, engine: Engine, path: str) -> bytes | None:
         """Return the body of this engine's answer; None where there is no good one."""
         try:
-            async with asyncio.timeout(self._config.timeouts.health_s):
-                answer = await self._client.request("GET", engine.url, path)
-                try:
-                    body = await answer.read(_MOST_BYTES)
-                finally:
-                    answer.close()
+            status, body = await self._client.get(engine.url, path, self._config.timeouts.health_s, _MOST_BYTES)
         except (WireError, TimeoutError):
             return None
-        return body if answer.status == 200 else None
+        return body if status == 200 else None

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import msgspec
 
 from tidal_connector.log import get_logger
+from tidal_connector.proxy.engines import knock
 from tidal_connector.proxy.legs import ClientRequest, leading
 from tidal_connector.proxy.policy import Claim, Ledger, Pair, Policy, Want, choose_pair
 from tidal_connector.proxy.roster import SIDES, Change, Engine, Roster, Side
@@ -183,10 +184,8 @@ class Picker:
         while True:
             await asyncio.sleep(bounds.cooldown_s)
             with contextlib.suppress(WireError, TimeoutError):
-                async with asyncio.timeout(bounds.health_s):
-                    answer = await self._client.request("GET", engine.url, "/health")
-                    answer.close()
-                break  # whatever it says of its health: it can be reached
+                await knock(self._client, engine.url, bounds.health_s)
+                break
         self._out.pop(engine.key, None)
         _log.info("%s engine %s can be reached again", engine.side, engine.engine)
         self._changed()
@@ -195,13 +194,12 @@ class Picker:
         bounds = self._config.timeouts
         while True:
             named = [item for item in self._roster.engines if not item.registered and self.reachable(item)]
-            await asyncio.gather(*(self._ask(item, bounds.health_s) for item in named))
+            await asyncio.gather(*(self._ask(item) for item in named))
             await asyncio.sleep(bounds.inquiry_every_s)
 
-    async def _ask(self, engine: Engine, bound_s: float) -> None:
+    async def _ask(self, engine: Engine) -> None:
         try:
-            async with asyncio.timeout(bound_s):
-                (await self._client.request("GET", engine.url, "/health")).close()
+            await knock(self._client, engine.url, self._config.timeouts.health_s)
         except ConnectFailed:
             self.out_of_reach(engine)
         except (WireError, TimeoutError):

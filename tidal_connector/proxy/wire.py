@@ -163,6 +163,27 @@ class Client:
             raise
         return Response(self, target.origin, connection, exchange)
 
+    async def get(self, url: str, path: str, within_s: float, most_bytes: int) -> tuple[int, bytes]:
+        """Ask for something; return the status and the whole body of the answer.
+
+        Args:
+            url: base URL of the server.
+            path: behind the base URL.
+            within_s: seconds for all of it.
+            most_bytes: of the body.
+
+        Raises:
+            TimeoutError: it took longer.
+            ConnectFailed: no connection could be opened.
+            WireError: the connection broke, or the body is longer.
+        """
+        async with asyncio.timeout(within_s):
+            answer = await self.request("GET", url, path)
+            try:
+                return answer.status, await answer.read(most_bytes)
+            finally:
+                answer.close()
+
     def _kept(self, origin: Origin) -> Connection | None:
         idle = self._idle.get(origin)
         while idle:
