@@ -19,6 +19,7 @@ from tidal_connector.cli.doctor.wishes import PoolWish, Wishes, read_wishes
 from tidal_connector.config import PageKind, Protocol
 from tidal_connector.errors import ConfigError
 from tidal_connector.memory.report import GIB, MIB
+from tidal_connector.registry.settings import RegistryConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGE = "sys/kernel/mm/hugepages/hugepages-{}kB/{}"
@@ -243,6 +244,29 @@ def test_a_cluster_s_file_counts_the_engines_of_one_node(tmp_path: Path) -> None
     assert wishes.registry is not None
     assert wishes.registry.url == "etcd://10.0.0.9:2379"
     assert read_wishes([file], "file:///run/x").registry.url == "file:///run/x"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("more", "url", "problem"),
+    [
+        ("", '"etcd://10.0.0.9:2379"', None),
+        ("", "5", "cluster.registry: url = 5: expected `str`, got `int`"),
+        ('cluster = "other"', '"etcd://h:1"', "cluster.name = 'prod', but cluster.registry.cluster = 'other'"),
+    ],
+)
+def test_the_registry_of_a_cluster_s_file_is_that_of_its_name(
+    tmp_path: Path, more: str, url: str, problem: str | None
+) -> None:
+    file = tmp_path / "cluster.toml"
+    named = CLUSTER.replace("[cluster]", '[cluster]\nname = "prod"', 1)
+    file.write_text(named.replace('url = "etcd://10.0.0.9:2379"', f"url = {url}\n{more}"))
+    wishes = read_wishes([file])
+    if problem is None:
+        assert wishes.registry == RegistryConfig(url="etcd://10.0.0.9:2379", cluster="prod")
+        assert wishes.problems == {}
+    else:
+        assert wishes.registry is None
+        assert problem in wishes.problems[str(file)]
 
 
 def test_an_agent_s_file_says_which_node_this_is(tmp_path: Path) -> None:

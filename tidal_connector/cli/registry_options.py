@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tidal_connector.cluster.spec import read_spec
+from tidal_connector.cluster.spec import ClusterSpec, read_spec
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.settings import RegistryConfig, refuse_absent
 from tidal_connector.tables import convert_strict, read_toml
@@ -38,20 +39,36 @@ def registry_config(file: Path | None, url: str, cluster: str) -> RegistryConfig
     Raises:
         ConfigError: nothing says it, the file cannot be read, or it is a folder that is not there.
     """
-    table = _table_of(file) if file is not None else {}
-    if url:
-        table["url"] = url
-    if not table.get("url"):
+    given = read_toml(file, "configuration") if file is not None else {}
+    if file is not None and ("group" in given or "cluster" in given):
+        config = registry_of(read_spec(file), url)
+    else:
+        config = _joined(given.get("registry", {}), url, f"{file}: [registry]" if file else "--registry")
+    if config is None:
         raise ConfigError("no registry; give --registry etcd://host:2379, or --config FILE with a [registry] table")
-    config = convert_strict(RegistryConfig, table, f"{file}: [registry]" if file else "--registry")
     config = msgspec.structs.replace(config, cluster=cluster) if cluster else config
     refuse_absent(config)
     return config
 
 
-def _table_of(file: Path) -> dict[str, object]:
-    given = read_toml(file, "configuration")
-    if "group" in given or "cluster" in given:
-        spec = read_spec(file)
-        return {"cluster": spec.cluster.name, **spec.cluster.registry}
-    return dict(given.get("registry", {}))
+def registry_of(spec: ClusterSpec, url: str = "") -> RegistryConfig | None:
+    """Return where the registry of a cluster's file is; None where nothing says it.
+
+    Args:
+        spec: the file, whose name of the cluster counts.
+        url: counts before the file's.
+
+    Raises:
+        ConfigError: a field is wrong, or is another cluster's.
+    """
+    name, table = spec.cluster.name, spec.cluster.registry
+    if table.get("cluster", name) != name:
+        raise ConfigError(
+            f"cluster.name = {name!r}, but cluster.registry.cluster = {table['cluster']!r}; leave the latter out"
+        )
+    return _joined({**table, "cluster": name}, url, "cluster.registry")
+
+
+def _joined(table: Mapping[str, object], url: str, where: str) -> RegistryConfig | None:
+    table = {**table, **({"url": url} if url else {})}
+    return convert_strict(RegistryConfig, table, where) if table.get("url") else None

@@ -17,16 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tidal_connector.cli.ends import clear_ends, leaves, print_json
-from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config
+from tidal_connector.cli.registry_options import ClusterName, RegistryFile, RegistryUrl, registry_config, registry_of
 from tidal_connector.cli.rollout_wait import has_ended, wait_for
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.rollout_records import Rollout, Status
 from tidal_connector.cluster.rollout_status import RolloutStatus, rollout_status
-from tidal_connector.cluster.spec import ClusterSpec, read_spec
+from tidal_connector.cluster.spec import read_spec
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.base import Store
-from tidal_connector.registry.settings import RegistryConfig, open_store
-from tidal_connector.tables import convert_strict
+from tidal_connector.registry.settings import open_store
 
 rollout = typer.Typer(
     help="Upgrade the engines of a cluster step by step, and return. cluster/ROLLOUTS.md tells how it works.",
@@ -43,23 +42,6 @@ WaitS = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def registry_of(spec: ClusterSpec, url: str) -> RegistryConfig:
-    """Return where the registry of a cluster's file is.
-
-    Raises:
-        ConfigError: neither the file nor the command line says it.
-    """
-    table = {**spec.cluster.registry, **({"url": url} if url else {})}
-    if not table.get("url"):
-        raise ConfigError("no registry; write [cluster.registry] url = ... into the file, or give --registry URL")
-    if table.setdefault("cluster", spec.cluster.name) != spec.cluster.name:
-        raise ConfigError(
-            f"cluster.name = {spec.cluster.name!r}, but cluster.registry.cluster = {table['cluster']!r}; "
-            "leave the latter out"
-        )
-    return convert_strict(RegistryConfig, table, "cluster.registry")
-
-
 @rollout.command()
 def apply(
     file: SpecFile,
@@ -73,7 +55,10 @@ def apply(
     """Bring the cluster to what a file says; refused while another rollout goes on."""
     with clear_ends():
         spec = read_spec(file)
-        with open_store(registry_of(spec, registry)) as store:
+        config = registry_of(spec, registry)
+        if config is None:
+            raise ConfigError("no registry; write [cluster.registry] url = ... into the file, or give --registry URL")
+        with open_store(config) as store:
             _say(store, verbs.apply(store, spec, verbs.whoami()), wait, timeout, as_json)
 
 

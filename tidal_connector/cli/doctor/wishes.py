@@ -19,6 +19,7 @@ from tidal_connector.cli.doctor.cluster_wishes import (
     node_wish,
     state_wish,
 )
+from tidal_connector.cli.registry_options import registry_of
 from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
 from tidal_connector.cluster.spec import filled, names_of, read_spec
@@ -231,14 +232,13 @@ def _cluster(path: Path, node: str) -> Wishes:
         wanted = tidal.offload is not Offload.AUTO or group.role is Role.DECODE
         pools += _pools(str(path), tidal, {"pool": {}} if wanted else {}, engines)
         protocols.add(tidal.transfer.protocol)
-    given = spec.cluster.registry
     return Wishes(
         files=(str(path),),
         pools=tuple(pools),
         nodes=(wish,),
         places=tuple(model_wishes(str(path), spec, wish)),
         protocols=frozenset(protocols),
-        registry=msgspec.convert(given, RegistryConfig) if given else None,
+        registry=registry_of(spec),
     )
 
 
