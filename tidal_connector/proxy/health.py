@@ -66,7 +66,7 @@ class Health:
 
     async def models(self) -> Said:
         """The models that ready decode engines serve, each once."""
-        decode = [engine for engine in self._roster.side("decode") if engine.state is State.READY]
+        decode = self._roster.ready("decode")
         answers = await asyncio.gather(*(self._models(engine) for engine in decode))
         models: dict[str, Any] = {}
         for answer in answers:

@@ -119,7 +119,7 @@ class Picker:
         """
         found: dict[Side, list[str]] = {}
         for side in SIDES:
-            serving = [item for item in self._roster.side(side) if item.state is State.READY and self.reachable(item)]
+            serving = [item for item in self._roster.ready(side) if self.reachable(item)]
             if model and any(item.model == model for item in serving):
                 serving = [item for item in serving if item.model in (model, "")]
             found[side] = [item.engine for item in serving]
@@ -127,8 +127,8 @@ class Picker:
 
     def pairs(self) -> int:
         """Count the pairs that could be formed now."""
-        able, barred = self.able(), self._barred()
-        return sum((one, other) not in barred for one in able["prefill"] for other in able["decode"])
+        prefill, decode = (set(engines) for engines in self.able().values())
+        return len(prefill) * len(decode) - sum(one in prefill and other in decode for one, other in self._barred())
 
     def why_none(self, nothing_fits: str) -> str:
         """Say in one line why no pair can be formed now; empty where one can.
@@ -139,7 +139,7 @@ class Picker:
         if self.pairs():
             return ""
         reasons = [
-            f"no {side} engine is {'reachable' if self._ready(side) else 'ready'}"
+            f"no {side} engine is {'reachable' if self._roster.ready(side) else 'ready'}"
             + (f" ({', '.join(self._states(side))})" if self._roster.side(side) else "")
             for side, able in self.able().items()
             if not able
@@ -148,9 +148,6 @@ class Picker:
             return nothing_fits or "the engines that are ready and reachable do not fit: see /health"
         stale = "" if self._roster.fresh else "; the registry cannot be reached, so this may be old"
         return " and ".join(reasons) + stale
-
-    def _ready(self, side: Side) -> list[Engine]:
-        return [item for item in self._roster.side(side) if item.state is State.READY]
 
     def _states(self, side: Side) -> list[str]:
         shown = [

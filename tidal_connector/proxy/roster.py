@@ -8,7 +8,7 @@ its listeners what changed. While the registry cannot be reached, the last view 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -87,13 +87,17 @@ class Roster:
     def __init__(self, config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._named = {engine.key: engine for engine in _from_file(config)}
-        self._engines: dict[tuple[Side, str], Engine] = dict(self._named)
+        self._hold(self._named)
         self._listeners: list[Listener] = []
         self._heard_at: float | None = None
         self._told = False
         self._told_twice: set[tuple[Side, str]] = set()
         self.fresh = config.registry is None
         self.odd: Mapping[str, str] = {}
+
+    def _hold(self, engines: Mapping[tuple[Side, str], Engine]) -> None:
+        self._engines = engines
+        self._ready = {side: [item for item in self.side(side) if item.state is State.READY] for side in SIDES}
 
     @property
     def engines(self) -> list[Engine]:
@@ -103,6 +107,10 @@ class Roster:
     def side(self, side: Side) -> list[Engine]:
         """Return the engines of one role."""
         return [engine for engine in self._engines.values() if engine.side == side]
+
+    def ready(self, side: Side) -> Sequence[Engine]:
+        """Return the ready engines of one role; every request asks, so each view is sorted once."""
+        return self._ready[side]
 
     def find(self, side: Side, engine: str) -> Engine | None:
         """Return an engine, if it is there."""
@@ -144,7 +152,7 @@ class Roster:
             for key in dict.fromkeys((*self._engines, *after))
             if self._engines.get(key) != after.get(key)
         ]
-        self._engines = after
+        self._hold(after)
         for change in changes:
             _tell(change)
         if changes:

@@ -19,7 +19,7 @@ from tidal_connector.errors import PeerLost, TidalError
 from tidal_connector.log import get_logger
 from tidal_connector.proxy.pairing import barred_pairs
 from tidal_connector.proxy.policy import Pair
-from tidal_connector.proxy.roster import Change, Engine, Roster
+from tidal_connector.proxy.roster import Change, Engine, Roster, Side
 from tidal_connector.proxy.settings import Timeouts
 from tidal_connector.registry.members import State
 
@@ -47,8 +47,8 @@ class Survey:
         self._timeouts = timeouts
         self._ask = ask
         self._changed = changed
-        self._known: dict[tuple[str, str], tuple[Engine, About]] = {}
-        self._odd: dict[tuple[str, str], str] = {}
+        self._known: dict[tuple[Side, str], tuple[Engine, About]] = {}
+        self._odd: dict[tuple[Side, str], str] = {}
         self._barred: dict[Pair, str] = {}
         self._news = asyncio.Event()
         roster.listen(self._follow)
@@ -72,7 +72,7 @@ class Survey:
     @property
     def nothing_fits(self) -> str:
         """One line that says why no pair of ready engines may be formed; empty where one may, or none is ready."""
-        pairs = len(_ready(self._roster, "prefill")) * len(_ready(self._roster, "decode"))
+        pairs = len(self._roster.ready("prefill")) * len(self._roster.ready("decode"))
         if not pairs or len(self._barred) < pairs:
             return ""
         first, *others = self.reasons
@@ -144,8 +144,8 @@ class Survey:
 
     def _judge(self) -> None:
         before = self.reasons
-        known = {now: about for key, (_, about) in self._known.items() if (now := self._find(key))}
-        self._barred = barred_pairs(_ready(self._roster, "prefill"), _ready(self._roster, "decode"), known)
+        known = {now: about for key, (_, about) in self._known.items() if (now := self._roster.find(*key))}
+        self._barred = barred_pairs(self._roster.ready("prefill"), self._roster.ready("decode"), known)
         after = self.reasons
         for reason in after:
             if reason not in before:
@@ -155,13 +155,6 @@ class Survey:
                 _log.info("mended: %s", reason)
         if before != after:
             self._changed()
-
-    def _find(self, key: tuple[str, str]) -> Engine | None:
-        return next((engine for engine in self._roster.engines if engine.key == key), None)
-
-
-def _ready(roster: Roster, side: str) -> list[Engine]:
-    return [engine for engine in roster.engines if engine.side == side and engine.state is State.READY]
 
 
 def _same_life(before: Engine, after: Engine | None) -> bool:
