@@ -214,11 +214,9 @@ def _pools(file: str, tidal: TidalConfig, given: Mapping[str, Any], engines: int
 def _proxy(path: Path) -> Wishes:
     config = read_config(path)
     host, port = config.address()
-    given = msgspec.to_builtins(config).get("registry")
-    if not given:
+    if config.registry is None:
         check_config(config)
-    registry = msgspec.convert(given, RegistryConfig) if given else None
-    return Wishes(files=(str(path),), ports=(PortWish(str(path), "listen", host, port),), registry=registry)
+    return Wishes(files=(str(path),), ports=(PortWish(str(path), "listen", host, port),), registry=config.registry)
 
 
 def _cluster(path: Path, node: str) -> Wishes:
