@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +25,14 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class _CgroupFiles:
-    folder: str
     limit: str
     usage: str
     reclaimable: tuple[str, ...]
 
 
-_CGROUP = {  # by the controllers field of /proc/self/cgroup
-    "": _CgroupFiles("", "memory.max", "memory.current", ("active_file", "inactive_file")),
-    "memory": _CgroupFiles(
-        "memory",
+_CGROUP = {  # by whether it is the second version
+    True: _CgroupFiles("memory.max", "memory.current", ("active_file", "inactive_file")),
+    False: _CgroupFiles(
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         ("total_active_file", "total_inactive_file"),
@@ -94,6 +93,19 @@ class Machine:
                 inside = start < address + length and end > address
         return min(total, length)
 
+    def cgroups(self, controller: str) -> Iterator[tuple[Path, bool]]:
+        """Yield this process's cgroup of a controller and those above it, and whether it is of the second version."""
+        for line in _text(self.root / "proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", controller):
+                continue
+            base = self.root / "sys/fs/cgroup" / controllers
+            group = base / path.lstrip("/")
+            for each in (group, *group.parents):
+                yield each, not controllers
+                if each == base:
+                    break
+
     def memlock(self) -> int | None:
         """Return RLIMIT_MEMLOCK in bytes; None if it binds nobody."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -116,21 +128,13 @@ class Machine:
 
     def _cgroup_room(self) -> list[int | None]:
         rooms: list[int | None] = []
-        for line in _text(self.root / "proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            version = _CGROUP.get(controllers)
-            if version is None:
-                continue
-            base = self.root / "sys/fs/cgroup" / version.folder
-            group = base / path.lstrip("/")
-            for each in (group, *group.parents):
-                limit = _text(each / version.limit)
-                if limit.isdigit():
-                    statistics = _text(each / "memory.stat")
-                    cache = sum(_statistic(statistics, name) for name in version.reclaimable)
-                    rooms.append(max(0, int(limit) - _number(each / version.usage) + cache))
-                if each == base:
-                    break
+        for group, second in self.cgroups("memory"):
+            files = _CGROUP[second]
+            limit = _text(group / files.limit)
+            if limit.isdigit():
+                statistics = _text(group / "memory.stat")
+                cache = sum(_statistic(statistics, name) for name in files.reclaimable)
+                rooms.append(max(0, int(limit) - _number(group / files.usage) + cache))
         return rooms
 
 

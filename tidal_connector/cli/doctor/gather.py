@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from tidal_connector.cli.doctor.clock import read_clock
@@ -62,7 +61,7 @@ def gather(root: Path, wishes: Wishes) -> Facts:
         transparent=machine.transparent(),
         memory=_meminfo(root, "MemTotal"),
         available=machine.available(),
-        cgroup_limit=_cgroup_limit(root),
+        cgroup_limit=_cgroup_limit(machine),
         shared_memory=_shared_memory(root),
         memlock=limits.get("Max locked memory"),
         may_lock=_has_capability(root, _CAP_IPC_LOCK),
@@ -118,7 +117,7 @@ def _hugepages(root: Path, machine: Machine) -> tuple[HugePages, ...]:
         if match is None:
             continue
         page = int(match[1]) << 10
-        limit, used = _hugetlb_limit(root, page)
+        limit, used = _hugetlb_limit(machine, page)
         nodes = {node: machine.free_hugepages(page, node) for node in machine.nodes()}
         total = _number(path / "nr_hugepages")
         found.append(HugePages(page, total, machine.free_hugepages(page), nodes, limit, used))
@@ -145,33 +144,19 @@ def _mount(machine: Machine, path: str) -> HugeMount:
     return HugeMount(path, there, os.access(path, os.W_OK | os.X_OK), mount.page if mount else 0, room)
 
 
-def _groups(root: Path, controller: str) -> Iterable[tuple[Path, bool]]:
-    """Yield this process's cgroup of a controller and those above it, and whether it is of the second version."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", controller):
-            continue
-        base = root / "sys/fs/cgroup" / controllers
-        group = base / path.lstrip("/")
-        for each in (group, *group.parents):
-            yield each, not controllers
-            if each == base:
-                break
-
-
-def _cgroup_limit(root: Path) -> int | None:
+def _cgroup_limit(machine: Machine) -> int | None:
     found = []
-    for group, second in _groups(root, "memory"):
+    for group, second in machine.cgroups("memory"):
         text = _text(group / ("memory.max" if second else "memory.limit_in_bytes"))
         if text.isdigit() and int(text) < _UNLIMITED:
             found.append(int(text))
     return min(found, default=None)
 
 
-def _hugetlb_limit(root: Path, page: int) -> tuple[int | None, int]:
+def _hugetlb_limit(machine: Machine, page: int) -> tuple[int | None, int]:
     size = f"{page >> 20}MB" if page < 1 << 30 else f"{page >> 30}GB"
     found = []
-    for group, second in _groups(root, "hugetlb"):
+    for group, second in machine.cgroups("hugetlb"):
         text = _text(group / f"hugetlb.{size}.{'max' if second else 'limit_in_bytes'}")
         if text.isdigit() and int(text) < _UNLIMITED:
             found.append((int(text), _number(group / f"hugetlb.{size}.{'current' if second else 'usage_in_bytes'}")))
