@@ -23,7 +23,7 @@ import msgspec
 from tidal_connector.cluster.announcer import Announcer, judge, member_of
 from tidal_connector.cluster.engine_plan import EnginePlan, Ports, plan_engine
 from tidal_connector.cluster.launch import ServerProcess
-from tidal_connector.cluster.listeners import listening_fault
+from tidal_connector.cluster.listeners import inodes_of, listening_inodes
 from tidal_connector.cluster.orders import AWAITS_ADMISSION, Order, Want, order_key, order_of
 from tidal_connector.cluster.prober import Prober, Seen
 from tidal_connector.cluster.serving import ServeConfig, engine_environment
@@ -260,7 +260,5 @@ class Supervisor:
 
     def _foreign(self, plan: EnginePlan, server: ServerProcess) -> bool:
         """Whether somebody else listens on one of the engine's ports."""
-        pids = server.pids()
-        places = (plan.http_bind, plan.control_bind)
-        faults = (listening_fault("it", *place, pids) for place in places)
-        return any(fault.startswith("another process") for fault in faults)
+        sockets = listening_inodes(*plan.http_bind) | listening_inodes(*plan.control_bind)
+        return not sockets <= inodes_of(server.pids())
