@@ -25,7 +25,6 @@ from tidal_connector.cluster.orders import Order, Want, encode_order, order_key
 from tidal_connector.cluster.rollout_records import (
     CONDUCTOR,
     ENGINES,
-    STATE,
     Assignment,
     Rollout,
     Status,
@@ -33,6 +32,7 @@ from tidal_connector.cluster.rollout_records import (
     Work,
     assignment_of,
     encode,
+    expected,
     state_changes,
     view_of,
 )
@@ -214,12 +214,7 @@ class Conductor:
         return True
 
     def _commit(self, view: View, after: Rollout, changes: Sequence[Change]) -> None:
-        expect = {STATE: view.version}
-        for change in changes:
-            engine = change.key.removeprefix(ENGINES)
-            if change.key.startswith(ENGINES) and engine in view.versions:
-                expect[change.key] = view.versions[engine]
-        self._store.write([*state_changes(after), *changes], expect)
+        self._store.write([*state_changes(after), *changes], expected(view, changes))
 
 
 class Patience:

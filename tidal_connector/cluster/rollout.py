@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tidal_connector.cluster.conductor_view import observe
 from tidal_connector.cluster.rollout_records import (
     ENGINES,
     HISTORY_LENGTH,
@@ -24,6 +25,7 @@ from tidal_connector.cluster.rollout_records import (
     Status,
     View,
     encode,
+    expected,
     history_key,
     state_changes,
     view_of,
@@ -31,7 +33,7 @@ from tidal_connector.cluster.rollout_records import (
 from tidal_connector.cluster.spec import ClusterSpec, revision_id, without_registry
 from tidal_connector.cluster.steps_words import Phase
 from tidal_connector.errors import ConfigError, Conflict, RegistryLost
-from tidal_connector.registry.base import ABSENT, Delete, Put, Store
+from tidal_connector.registry.base import Delete, Put, Store
 
 _ATTEMPTS = 20
 _PATIENCE_S = 10.0
@@ -185,8 +187,6 @@ def resume(store: Store, by: str) -> Rollout:
 
 def _anew(view: View) -> list[Change]:
     """Return the writes that start failed engines once more."""
-    from tidal_connector.cluster.conductor_view import observe
-
     failed = {item.engine for item in observe(view, frozenset()) if item.phase is Phase.FAILED}
     return [
         Put(ENGINES + name, encode(msgspec.structs.replace(item, attempt=item.attempt + 1, why="", admitted=False)))
@@ -269,15 +269,9 @@ def _transact(store: Store, change: Callable[[View], tuple[Rollout, list[Change]
         wanted, changes = change(view)
         if not changes:
             return wanted
-        expect = {"rollout/state": view.version if view.rollout else ABSENT}
-        expect |= {ENGINES + name: version for name, version in view.versions.items() if _touches(changes, name)}
         try:
-            store.write(changes, expect)
+            store.write(changes, expected(view, changes))
         except (Conflict, RegistryLost):
             continue  # the next round sees what holds, which may be this very write
         return wanted
     raise Conflict("the rollout's state changes faster than it can be read; try again")
-
-
-def _touches(changes: list[Change], engine: str) -> bool:
-    return any(item.key == ENGINES + engine for item in changes)

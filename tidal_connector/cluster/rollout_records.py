@@ -18,7 +18,7 @@ Whatever is read was written by somebody else: an entry that cannot be read is n
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ from tidal_connector.cluster.orders import ORDERS, Order, order_of
 from tidal_connector.cluster.spec import ClusterSpec, slot_of
 from tidal_connector.errors import TidalError
 from tidal_connector.ids import Role
-from tidal_connector.registry.base import ABSENT, Put, Snapshot
+from tidal_connector.registry.base import ABSENT, Delete, Put, Snapshot
 from tidal_connector.registry.members import MEMBERS, Members, members_of
 
 ROLLOUT = "rollout/"
@@ -282,6 +282,13 @@ def history_key(number: int) -> str:
 def state_changes(rollout: Rollout) -> list[Put]:
     """Return the writes of a rollout's new state: the state, and its record in the history."""
     return [Put(STATE, encode(rollout)), Put(history_key(rollout.number), encode(rollout))]
+
+
+def expected(view: View, changes: Iterable[Put | Delete]) -> dict[str, int]:
+    """Return the versions that a decision rests on: that of the state, and those of the assignments that it changes."""
+    keys = {change.key for change in changes}
+    touched = {ENGINES + name: version for name, version in view.versions.items() if ENGINES + name in keys}
+    return {STATE: view.version, **touched}
 
 
 def assignment_of(spec: ClusterSpec, revision: str, group: str, slot: int, template: str) -> Assignment:
