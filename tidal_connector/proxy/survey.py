@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from tidal_connector.control.inquiry import inquire
 from tidal_connector.control.messages import About
 from tidal_connector.errors import PeerLost, TidalError
 from tidal_connector.log import get_logger
+from tidal_connector.proxy.beside import beside
 from tidal_connector.proxy.pairing import barred_pairs
 from tidal_connector.proxy.policy import Pair
 from tidal_connector.proxy.roster import Change, Engine, Roster, Side
@@ -78,16 +79,9 @@ class Survey:
         first, *others = self.reasons
         return first + (f" (and {len(others)} more: see /health)" if others else "")
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Ask in the background as long as the context is open."""
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        return beside(self._run)
 
     async def _run(self) -> None:
         while True:

@@ -13,10 +13,11 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tidal_connector import __version__
 from tidal_connector.log import get_logger
+from tidal_connector.proxy.beside import beside
 from tidal_connector.proxy.dashboard.answer import Answer, EngineRow, Finding, Registry, Rollout, Totals
 from tidal_connector.proxy.dashboard.findings import (
     CRITICAL,
@@ -89,16 +90,9 @@ class Sampler:
             return ALONE_S
         return max(WATCHED_S, PER_ENGINE_S * len(self._records))
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Look in the background as long as the context is open."""
-        task = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        return beside(self._run)
 
     async def answer(self, since: int = 0, boot: str = "") -> Answer | None:
         """Return what the page shows, no older than a few seconds; None where nothing was seen yet.
