@@ -17,12 +17,9 @@ COUNTERS = frozenset(
     {
         "bytes_pushed",
         "bytes_received",
-        "generation_tokens",
         "handshakes_refused",
-        "prompt_tokens",
         "selection_hits",
         "selection_misses",
-        "transfers_completed",
         "transfers_failed",
     }
 )
@@ -31,10 +28,7 @@ GAUGES = frozenset(
         "kv_cache_usage_perc",
         "num_requests_running",
         "num_requests_waiting",
-        "pages_held",
         "pages_quarantined",
-        "pool_bytes",
-        "pool_hugepage_bytes",
         "pool_pages",
         "pool_pages_used",
         "selection_slots",
