@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 import msgspec
 
+from tidal_connector.address import join_address
 from tidal_connector.proxy.view import EngineView
-
-_PORTS = {"http": 80, "https": 443}
+from tidal_connector.proxy.wire import target_of
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -33,15 +32,13 @@ def targets_of(engines: Iterable[EngineView]) -> list[Targets]:
 
 
 def _target(views: list[EngineView]) -> Targets:
-    engine, url = views[0], urlsplit(views[0].http)
-    address = url.netloc.rpartition("@")[2]
-    if url.port is None:
-        address += f":{_PORTS.get(url.scheme, 80)}"
+    engine = views[0]
+    (host, port, tls), _, path = target_of(engine.http)
     labels = {
         "engine_id": engine.engine,
         "role": engine.role if len(views) == 1 else "both",
         "node": engine.node,
-        "__scheme__": url.scheme or "http",
-        "__metrics_path__": url.path.rstrip("/") + "/metrics",
+        "__scheme__": "https" if tls else "http",
+        "__metrics_path__": path + "/metrics",
     }
-    return Targets((address,), labels)
+    return Targets((join_address(host, port),), labels)
