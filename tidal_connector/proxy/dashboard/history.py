@@ -8,7 +8,7 @@ one, so that there is something to take a quantile of.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -85,10 +85,6 @@ class History:
             if look.at < self._looks[-1].at - seconds:
                 return
             yield look
-
-    def total(self, seconds: float, of: Callable[[Look], float]) -> float:
-        """Return the sum of something over the last seconds."""
-        return sum(of(look) for look in self.recent(seconds))
 
     def _row(self, look: Look, seconds: float) -> Row:
         trailing = max(seconds, min(RATE_S, look.at - (self._started or 0.0)))

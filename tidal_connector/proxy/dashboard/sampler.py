@@ -267,7 +267,7 @@ class Sampler:
 
         return Minute(
             failed=failed,
-            retries=int(self._history.total(MINUTE_S, lambda look: look.retries)),
+            retries=sum(look.retries for look in self._history.recent(MINUTE_S)),
             on_engine={engine: record.failures for (engine, _), record in self._records.items() if record.failures},
             transfers_failed=by_engine("transfers_failed"),
             handshakes_refused=by_engine("handshakes_refused"),
