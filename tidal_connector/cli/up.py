@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import msgspec
 from rich.console import Console
 
@@ -22,7 +21,7 @@ from tidal_connector.cli.interrupts import sigterm_interrupts
 from tidal_connector.cli.rollout import show_status
 from tidal_connector.cli.rollout_wait import wait_for
 from tidal_connector.cluster import rollout as verbs
-from tidal_connector.cluster.launch import StartFailed
+from tidal_connector.cluster.launch import StartFailed, tail_of, wait_ready
 from tidal_connector.cluster.local import LocalCluster
 from tidal_connector.cluster.rollout_records import Status
 from tidal_connector.cluster.rollout_status import RolloutStatus
@@ -96,7 +95,7 @@ def run_up(options: UpOptions, console: Console) -> None:
         show_status(found, console)
         if found.rollout.status is not Status.DONE:
             raise StartFailed(_why(found, cluster))
-        _await_proxy(cluster)
+        wait_ready([cluster.proxy], _PROXY_S)
         _say(cluster, here, options, console)
         while not options.until_ready:
             time.sleep(_POLL_S)
@@ -153,16 +152,6 @@ def _small_model(folder: Path, instead_of: str, console: Console) -> Path:
     return folder
 
 
-def _await_proxy(cluster: LocalCluster) -> None:
-    deadline = time.monotonic() + _PROXY_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(cluster.proxy.url + "/health", timeout=2.0, trust_env=False).is_success:
-                return
-        time.sleep(_POLL_S)
-    raise StartFailed(f"the proxy finds no engines; {cluster.proxy.log_tail()}")
-
-
 def _say(cluster: LocalCluster, spec: ClusterSpec, options: UpOptions, console: Console) -> None:
     group = next((item for item in spec.group if item.role is not Role.PREFILL), spec.group[0])
     model = find_option(group.vllm, "--served-model-name") or group.model
@@ -185,10 +174,6 @@ def _why(found: RolloutStatus, cluster: LocalCluster) -> str:
     engine = next((item for item in found.engines if item.phase != "ready"), None)
     if engine is None:
         return f"the cluster did not become ready: {found.rollout.reason or found.summary}"
-    log = cluster.engine_log(engine.node, engine.engine)
-    try:
-        tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-25:])
-    except OSError as error:
-        tail = f"    it cannot be read: {error}"
+    tail = tail_of(cluster.engine_log(engine.node, engine.engine))
     reason = found.rollout.reason or engine.note or found.summary
-    return f"{engine.engine} did not become ready: {reason}\nthe end of {log}:\n{tail}\n(--keep DIR keeps the logs)"
+    return f"{engine.engine} did not become ready: {reason}\n{tail}\n(--keep DIR keeps the logs)"

@@ -155,13 +155,16 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return where the log is and its last lines."""
-        if self.log is None:
-            return "its output is above"
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError as error:
-            return f"its log cannot be read: {error}"
-        return f"the end of {self.log}:\n" + "\n".join("    " + line for line in lines)
+        return "its output is above" if self.log is None else tail_of(self.log)
+
+
+def tail_of(log: Path) -> str:
+    """Return where a log is and its last lines."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError as error:
+        return f"its log cannot be read: {error}"
+    return f"the end of {log}:\n" + "\n".join("    " + line for line in lines)
 
 
 def wait_ready(

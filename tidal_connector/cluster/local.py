@@ -214,7 +214,7 @@ class LocalCluster:
         file = self.folder / f"{name}.toml"
         file.write_text(to_toml(settings), encoding="utf-8")
         words = [sys.executable, "-m", "tidal_connector.cli", *command, "--config", str(file)]
-        return ServerProcess(name, words, child_environment(), url, self.folder / f"{name}.log", "/metrics")
+        return ServerProcess(name, words, child_environment(), url, self.folder / f"{name}.log")
 
 
 def _state(folder: Path, node: str) -> Path:

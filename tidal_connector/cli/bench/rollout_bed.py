@@ -17,6 +17,7 @@ from rich.console import Console
 from tidal_connector.cli.bench.rollout_load import Load
 from tidal_connector.cli.bench.rollout_report import Scenario
 from tidal_connector.cluster import rollout as verbs
+from tidal_connector.cluster.launch import wait_ready
 from tidal_connector.cluster.local import LocalCluster
 from tidal_connector.cluster.rollout_records import Rollout, Status
 from tidal_connector.cluster.rollout_status import rollout_status
@@ -86,7 +87,7 @@ class Bench:
             stack.enter_context(self.cluster)
             self.store: Store = stack.enter_context(open_store(self.cluster.registry))
             self._await(verbs.apply(self.store, self.spec("a"), "bench"), Status.DONE)
-            self._await_proxy()
+            wait_ready([self.cluster.proxy], _DEADLINE_S[False])
             if self.options.real:
                 self._learn()
             self.load = stack.enter_context(
@@ -254,12 +255,3 @@ class Bench:
         if wanted is not None and found.status is not wanted:
             raise TidalError(f"the cluster did not come up: {found.status} {found.reason}")
         return found
-
-    def _await_proxy(self) -> None:
-        deadline = time.monotonic() + _DEADLINE_S[False]
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(self.cluster.proxy.url + "/health", timeout=2.0, trust_env=False).is_success:
-                    return
-            time.sleep(_POLL_S)
-        raise TidalError(f"the proxy does not serve; {self.cluster.proxy.log_tail()}")
