@@ -29,6 +29,8 @@ import grpc
 import pytest
 from pyetcd import etcdrpc
 
+from tidal_connector.address import join_address
+
 BINARY = shutil.which("etcd")
 _MISSING = "etcd is not installed (Debian package etcd-server)"
 
@@ -111,7 +113,7 @@ class EtcdServer:
     @property
     def netloc(self) -> str:
         """``host:port`` for clients."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def url(self) -> str:
@@ -119,7 +121,7 @@ class EtcdServer:
         return f"etcd://{self.netloc}"
 
     def _at(self, port: int, scheme: str = "http") -> str:
-        return f"{scheme}://[{self.host}]:{port}" if ":" in self.host else f"{scheme}://{self.host}:{port}"
+        return f"{scheme}://{join_address(self.host, port)}"
 
     def start(self, wait: bool = True) -> None:
         """Start it, with the data that it has; by default wait until it answers."""

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidal_connector.address import parse_address
+from tidal_connector.address import join_address, parse_address
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry import addresses
-from tidal_connector.registry.addresses import advertised, check_host, join, split
+from tidal_connector.registry.addresses import advertised, check_host, split
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_fr_18_what_others_reach_is_taken(host: str) -> None:
     check_host("f", host)
-    assert advertised("f", host, ("0.0.0.0", 7000)) == join(host, 7000)
+    assert advertised("f", host, ("0.0.0.0", 7000)) == join_address(host, 7000)
 
 
 REFUSED = {
@@ -123,9 +123,9 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 @given(st.ip_addresses(), st.integers(1, 65535))
 def test_an_address_is_joined_and_split_without_loss(ip: object, port: int) -> None:
-    assert split("f", join(str(ip), port)) == (str(ip), port)
+    assert split("f", join_address(str(ip), port)) == (str(ip), port)
     assert split("f", str(ip)) == (str(ip), None)
-    assert parse_address("f", join(str(ip), port)) == (str(ip), port)
+    assert parse_address("f", join_address(str(ip), port)) == (str(ip), port)
 
 
 @given(st.text(max_size=20))

@@ -26,18 +26,13 @@ import re
 import socket
 import threading
 
-from tidal_connector.address import parse_address
+from tidal_connector.address import join_address, parse_address
 from tidal_connector.errors import ConfigError
 
 _RESOLVE_S = 5.0  # the resolver's own bound may be half a minute
 _NUMBERS = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)(\.(0[xX][0-9a-fA-F]+|[0-9]+)){0,3}")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def join(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def advertised(field: str, given: str, bound: tuple[str, int]) -> str:
@@ -54,14 +49,14 @@ def advertised(field: str, given: str, bound: tuple[str, int]) -> str:
     host, port = split(field, given) if given else (bound[0], None)
     if not given and _is_unusable(host):
         raise ConfigError(
-            f"{field} is not set, and {join(*bound)} is bound: nobody else can connect to that; "
+            f"{field} is not set, and {join_address(*bound)} is bound: nobody else can connect to that; "
             f"set {field} to an address of this machine, such as {suggestion()}"
         )
     check_host(field, host)
     published = port if port is not None else bound[1]
     if not 1 <= published <= 65535:
         raise ConfigError(f"{field}: port {published} cannot be connected to; expected the port that was bound")
-    return join(host, published)
+    return join_address(host, published)
 
 
 def check_host(field: str, host: str) -> None:

@@ -27,6 +27,7 @@ import grpc
 import msgspec
 from pyetcd import etcdrpc
 
+from tidal_connector.address import join_address
 from tidal_connector.errors import RegistryLost
 from tidal_connector.log import get_logger
 from tidal_connector.registry.etcd_channel import hint, is_answer, knows_no_users, open_channel, said, wants_login
@@ -133,9 +134,7 @@ class EtcdClient:
         """
         self._config = config
         self._timeout_s = timeout_s
-        self._targets = [
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in endpoints_of(config.url)
-        ]
+        self._targets = [join_address(host, port) for host, port in endpoints_of(config.url)]
         self._next = 0
         self._line: _Line | None = None
         self._lock = threading.Lock()  # over the connection
