@@ -19,11 +19,10 @@ from tidal_connector.cluster.serving import SuperviseConfig
 from tidal_connector.cluster.spec import ClusterSpec, filled, names_of, slot_of
 from tidal_connector.errors import ConfigError
 from tidal_connector.registry.keys import is_name
-from tidal_connector.registry.settings import RegistryConfig, check, endpoints_of
+from tidal_connector.registry.settings import RegistryConfig, check, on_one_machine
 from tidal_connector.tables import convert_strict, read_toml
 
 _PORTS = re.compile(r"(\d{1,5})-(\d{1,5})")
-_LOOPBACK = ("localhost", "127.", "::1")
 
 
 class AgentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,18 +88,12 @@ def check_agent_config(config: AgentConfig, where: str) -> AgentConfig:
         raise ConfigError(f"{where}: node = {node!r}: expected letters, digits and . _ : @ + ~ = -")
     host = config.host
     if not host:
-        if not _on_one_machine(config.registry):
+        if not on_one_machine(config.registry):
             raise ConfigError(
                 f"{where}: host is missing; give the address under which other machines reach this one's engines"
             )
         host = "127.0.0.1"
     return msgspec.structs.replace(config, node=node, host=host, bind=config.bind or host)
-
-
-def _on_one_machine(registry: RegistryConfig) -> bool:
-    if not registry.url.startswith("etcd://"):
-        return True
-    return all(host.startswith(_LOOPBACK) for host, _ in endpoints_of(registry.url))
 
 
 def serve_settings(

@@ -24,7 +24,7 @@ from tidal_connector.errors import ConfigError
 from tidal_connector.ids import EngineId, Role
 from tidal_connector.log import get_logger
 from tidal_connector.registry import addresses
-from tidal_connector.registry.settings import RegistryConfig, endpoints_of
+from tidal_connector.registry.settings import RegistryConfig, on_one_machine
 
 _log = get_logger(__name__)
 
@@ -169,18 +169,11 @@ def _settle(
 ) -> tuple[int, str]:
     """Take a port and return it, and the ``host:port`` that others are told."""
     field, host = f"{part}.advertise", wanted[0]
-    if advertise is None and addresses.is_loopback(host) and _one_machine(registry):
+    if advertise is None and addresses.is_loopback(host) and on_one_machine(registry):
         advertise = host  # whoever can ask the registry is on this machine, too
     shown_port = addresses.split(field, advertise)[1] if advertise else None
     port = ports.take(f"{part}.bind", *wanted, fixed=shown_port is not None)
     return port, addresses.advertised(field, advertise or "", (host, port))
-
-
-def _one_machine(registry: RegistryConfig) -> bool:
-    """Whether the registry can only be asked from this machine."""
-    if not registry.url.startswith("etcd://"):
-        return True
-    return all(addresses.is_loopback(host) for host, _ in endpoints_of(registry.url))
 
 
 def _with_control_bind(tidal: dict[str, Any], bind: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import msgspec
 from tidal_connector.address import parse_address
 from tidal_connector.config import grpc_environment
 from tidal_connector.errors import ConfigError
+from tidal_connector.registry.addresses import is_loopback
 from tidal_connector.registry.base import Store
 from tidal_connector.registry.keys import is_name
 
@@ -50,6 +51,11 @@ def endpoints_of(url: str) -> list[tuple[str, int]]:
     """
     parts = [part.strip() for part in url.removeprefix("etcd://").rstrip("/").split(",")]
     return [parse_address("registry.url", part) for part in parts]
+
+
+def on_one_machine(config: RegistryConfig) -> bool:
+    """Whether the registry can only be asked from the machine that it is on."""
+    return not config.url.startswith("etcd://") or all(is_loopback(host) for host, _ in endpoints_of(config.url))
 
 
 def check(config: RegistryConfig) -> None:
