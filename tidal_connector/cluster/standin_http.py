@@ -78,6 +78,7 @@ class Job(msgspec.Struct, frozen=True):
         name: request id.
         chat: it came to the chat route.
         tokens: of its prompt.
+        prompt: their digest.
         length: tokens to answer.
         wrong: position of the token that is answered wrongly; -1 for none.
         leg: its part in a hand-over; None where it is served alone.
@@ -86,6 +87,7 @@ class Job(msgspec.Struct, frozen=True):
     name: RequestId
     chat: bool
     tokens: tuple[int, ...]
+    prompt: str
     length: int
     wrong: int
     leg: Leg | None
@@ -186,7 +188,7 @@ class Server:
         tokens = prompt_tokens(body)
         if len(tokens) > PAGES * PAGE_TOKENS:
             raise ParamsError(f"prompt of {len(tokens)} tokens: expected at most {PAGES * PAGE_TOKENS}")
-        return body, Job(name, "chat" in request.url.path, tokens, length, wrong, leg)
+        return body, Job(name, "chat" in request.url.path, tokens, digest(tokens), length, wrong, leg)
 
     async def _whole(self, job: Job) -> Body:
         async with self._seat(job):
@@ -263,8 +265,7 @@ class Server:
         return sequential_answer(sent.transfer, self._engine, self._rooms.control, time.time() + self._rooms.hold_s)
 
     def _token(self, job: Job, position: int) -> str:
-        token = answer_token(digest(job.tokens), position)
-        return " wrong" if position == job.wrong else token
+        return " wrong" if position == job.wrong else answer_token(job.prompt, position)
 
     def _chunk(self, job: Job, suffix: str, choices: list[Body]) -> Body:
         kind = "chat.completion" if job.chat else "text_completion"
