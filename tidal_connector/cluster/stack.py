@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from tidal_connector.cluster.launch import ServerProcess, free_ports, wait_ready
+from tidal_connector.cluster.series import parse_series
 from tidal_connector.cluster.serving import (
     ServeConfig,
     engine_command,
@@ -196,13 +197,7 @@ def read_metrics(server: ServerProcess, prefix: str = "tidal:") -> dict[str, flo
         text = httpx.get(server.url + "/metrics", timeout=10.0, trust_env=False).text
     except httpx.TransportError as error:
         raise TidalError(f"{server.name}: /metrics cannot be read: {error}") from None
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith(prefix):
-            series, _, value = line.rpartition(" ")
-            name = series.split("{")[0]
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
+    return parse_series(text, (prefix,))
 
 
 def _begin_stop(servers: Sequence[ServerProcess]) -> None:
