@@ -20,7 +20,7 @@ from tidal_connector.cluster.series import IN_FLIGHT, RUNNING, WAITING, Series, 
 from tidal_connector.errors import TidalError
 from tidal_connector.ids import Role
 from tidal_connector.registry.base import Store
-from tidal_connector.registry.members import MEMBERS, Member, Members, State, peers
+from tidal_connector.registry.members import MEMBERS, Member, Members, State, members_of
 
 METRICS_S = 3.0
 ABSENT = "absent"
@@ -115,7 +115,7 @@ def overview(store: Store, metrics_s: float = METRICS_S) -> Overview:
         view, problem = view_of(snapshot), ""
         members = view.members
     except TidalError as error:  # the rollout's state is unreadable; the engines are not
-        view, problem, members = None, str(error), peers(store)
+        view, problem, members = None, str(error), members_of(snapshot)
     loads = asyncio.run(read_loads(list(members.engines.values()), metrics_s))
     return compose(members, loads, view, problem)
 

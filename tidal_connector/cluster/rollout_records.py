@@ -28,7 +28,7 @@ from tidal_connector.cluster.spec import ClusterSpec, slot_of
 from tidal_connector.errors import TidalError
 from tidal_connector.ids import Role
 from tidal_connector.registry.base import ABSENT, Delete, Put, Snapshot
-from tidal_connector.registry.members import MEMBERS, Members, members_of
+from tidal_connector.registry.members import Members, members_of
 
 ROLLOUT = "rollout/"
 STATE = "rollout/state"
@@ -253,9 +253,7 @@ def view_of(snapshot: Snapshot) -> View:
     conductor = snapshot.entries.get(CONDUCTOR)
     orders = (key.removeprefix(ORDERS) for key in snapshot.entries if key.startswith(ORDERS))
     reports = under(REPORTS, dict[str, Report])
-    members = members_of(
-        Snapshot({key: entry for key, entry in snapshot.entries.items() if key.startswith(MEMBERS)}, snapshot.fresh)
-    )
+    members = members_of(snapshot)
     return View(
         rollout=state,
         version=snapshot.entries[STATE].version if state else ABSENT,

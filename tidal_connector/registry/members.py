@@ -169,10 +169,12 @@ def watch_members(store: Store, on_change: Callable[[Members], None]) -> Watch:
 
 
 def members_of(snapshot: Snapshot) -> Members:
-    """Read the entries under ``members/``; what is odd is named and left out. Pure."""
+    """Read the entries under ``members/``, whatever else there is; what is odd is named and left out. Pure."""
     engines: dict[EngineId, Member] = {}
     odd: dict[str, str] = {}
     for key, entry in snapshot.entries.items():
+        if not key.startswith(MEMBERS):
+            continue
         shown = key if len(key) <= 200 else f"{key[:200]}... ({len(key)} characters)"
         try:
             member = _decoded(key.removeprefix(MEMBERS), entry)
