@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``host:port`` and ``[ipv6]:port``, read and written. Pure."""
+"""``host:port`` and ``[ipv6]:port``, read and written, and of which family a host is.
+
+Pure, but for :func:`addresses_of` and :func:`only_ipv6`, which ask the system's resolver for a name and may block.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from tidal_connector.errors import ConfigError
 
@@ -56,3 +60,23 @@ def parse_host(field: str, text: str) -> tuple[str, int]:
         return parse_address(field, f"{text}:0")
     except ConfigError:
         raise ConfigError(f"{field} = {text!r}: expected a host or an address") from None
+
+
+def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses of a host; a name's in the resolver's order.
+
+    Raises:
+        OSError: the name cannot be looked up.
+    """
+    try:
+        return [ipaddress.ip_address(host)]
+    except ValueError:
+        return [ipaddress.ip_address(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+
+
+def only_ipv6(host: str) -> bool:
+    """Whether a host has no address of IPv4; a name that cannot be looked up is left to whoever goes on with it."""
+    try:
+        return not any(isinstance(address, ipaddress.IPv4Address) for address in addresses_of(host))
+    except OSError:
+        return False

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from tests.arch.source import ROOT
+from tidal_connector.address import only_ipv6
 from tidal_connector.config import child_environment
 from tidal_connector.errors import PeerLost
-from tidal_connector.transfer.families import as_called, needs_ipv6
+from tidal_connector.transfer.families import as_called
 
 SIZE = 8 << 20
 BOUND_S = 20.0
@@ -28,7 +29,7 @@ BOUND_S = 20.0
     [("10.0.0.1", False), ("fd00::1", True), ("::1", True), ("localhost", False), ("no-such-host.invalid", False)],
 )
 def test_only_a_host_without_ipv4_needs_ipv6(host: str, expected: bool) -> None:
-    assert needs_ipv6(host) is expected
+    assert only_ipv6(host) is expected
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Iterator
-from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from types import TracebackType
 
 import msgspec
 import zmq
 
-from tidal_connector.address import join_address, parse_address
+from tidal_connector.address import join_address, only_ipv6, parse_address
 from tidal_connector.config import ControlConfig
 from tidal_connector.control.messages import FRAME_LIMIT
 from tidal_connector.errors import ConfigError
@@ -195,7 +194,7 @@ def ask(address: str, frame: bytes, timeout_s: float) -> bytes | None:
     host, port = parse_address("control address", address)
     until = time.monotonic() + timeout_s
     try:
-        with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, _only_ipv6(host)) as socket:
+        with zmq.Context[zmq.Socket[bytes]]() as context, _socket(context, zmq.DEALER, only_ipv6(host)) as socket:
             socket.setsockopt(zmq.SNDTIMEO, max(1, int(timeout_s * 1000)))
             socket.connect(f"tcp://{join_address(host, port)}")
             socket.send(frame)
@@ -219,11 +218,3 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, ipv6: bool) -> z
     if kind == zmq.DEALER:
         socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a peer that is not there
     return socket
-
-
-def _only_ipv6(host: str) -> bool:
-    """Whether a host is, or has, addresses of IPv6 alone; asks the system's resolver for a name."""
-    try:
-        return not any(family is AF_INET for family, *_ in getaddrinfo(host, None, type=SOCK_STREAM))
-    except OSError:
-        return False  # ZeroMQ goes on asking for it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IPv4 and IPv6 before Mooncake: which of them an engine's sockets speak, and how it has to be told of a peer.
+"""IPv4 and IPv6 before Mooncake: how an engine has to be told of a peer.
 
 Mooncake decides once for each process. Sockets of IPv6 take callers of both kinds, and call a peer of IPv4 only by the
 form of its address that IPv6 has for it; sockets of IPv4 reach IPv4 alone. Names are looked up here, so that both
@@ -9,21 +9,9 @@ sides of a name with addresses of both kinds mean the same one. Looking up block
 from __future__ import annotations
 
 import ipaddress
-import socket
 
-from tidal_connector.address import join_address, parse_address
+from tidal_connector.address import addresses_of, join_address, parse_address
 from tidal_connector.errors import ConfigError, PeerLost
-
-
-def needs_ipv6(host: str) -> bool:
-    """Whether an engine that peers reach under a host has to open sockets of IPv6: the host has no address of IPv4.
-
-    A name that nobody knows is left to Mooncake, which fails on it.
-    """
-    try:
-        return not any(isinstance(address, ipaddress.IPv4Address) for address in _addresses(host))
-    except OSError:
-        return False
 
 
 def as_called(endpoint: str, *, ipv6: bool) -> str:
@@ -38,7 +26,7 @@ def as_called(endpoint: str, *, ipv6: bool) -> str:
     """
     try:
         host, port = parse_address("endpoint", endpoint)
-        found = _addresses(host)
+        found = addresses_of(host)
     except (OSError, ConfigError) as error:
         raise PeerLost(f"peer {endpoint}: {error}") from None
     of_four = [address for address in found if isinstance(address, ipaddress.IPv4Address)]
@@ -50,10 +38,3 @@ def as_called(endpoint: str, *, ipv6: bool) -> str:
             "control.advertise) here to an address of IPv6; such an engine reaches peers of both kinds"
         )
     return join_address(str(found[0]), port)
-
-
-def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    try:
-        return [ipaddress.ip_address(host)]
-    except ValueError:
-        return [ipaddress.ip_address(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]

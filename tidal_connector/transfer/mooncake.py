@@ -24,14 +24,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tidal_connector.address import join_address
+from tidal_connector.address import join_address, only_ipv6
 from tidal_connector.config import Protocol, TransferConfig, mooncake_environment
 from tidal_connector.errors import PeerLost, TransferFailed
 from tidal_connector.layout import Home
 from tidal_connector.log import get_logger
 from tidal_connector.transfer.carrier import Carrier, CarrierSettings
 from tidal_connector.transfer.engines import EnginePool
-from tidal_connector.transfer.families import as_called, needs_ipv6
+from tidal_connector.transfer.families import as_called
 from tidal_connector.transfer.plane import Receipt, Ticket, TransferPlane
 from tidal_connector.transfer.ranges import Ranges
 from tidal_connector.transfer.runs import Run
@@ -172,7 +172,7 @@ class MooncakePlane(TransferPlane):
             force_tcp=self._config.protocol is Protocol.TCP,
             progress_timeout_s=self._stall_s / 3,
             wait_timeout_s=max(60.0, 3 * self._stall_s),
-            ipv6=needs_ipv6(self._host),
+            ipv6=only_ipv6(self._host),
         )
         home = self._make()
         try:
