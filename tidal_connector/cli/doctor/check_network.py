@@ -37,8 +37,7 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
     for wish in wishes.ports:
         lines.append(_port(wish, [found for found in facts.listeners if found.port == wish.port]))
     lines += [_range(each, facts) for each in wishes.ranges]
-    taken = {found.port for found in facts.listeners if MOONCAKE_PORTS[0] <= found.port <= MOONCAKE_PORTS[1]}
-    free = MOONCAKE_PORTS[1] - MOONCAKE_PORTS[0] + 1 - len(taken)
+    free = _free(facts, *MOONCAKE_PORTS)
     name = f"ports {MOONCAKE_PORTS[0]} to {MOONCAKE_PORTS[1]}"
     if free < _ENOUGH_PORTS:
         fix = "end what holds them, or set MC_MIN_RPC_PORT and MC_MAX_RPC_PORT for the engines"
@@ -48,13 +47,23 @@ def check_ports(facts: Facts, wishes: Wishes) -> list[Finding]:
     return lines
 
 
+def _free(facts: Facts, first: int, last: int) -> int:
+    """Count the ports of a range on which nobody listens."""
+    return last - first + 1 - len({found.port for found in facts.listeners if first <= found.port <= last})
+
+
+def _connecting(facts: Facts, first: int, last: int) -> list[str]:
+    """Return the bounds of the ports that connections of this machine take, if a range overlaps them; else nothing."""
+    bounds = facts.sysctl.get("net.ipv4.ip_local_port_range", "").split()
+    return bounds if len(bounds) == 2 and int(bounds[0]) <= last and int(bounds[1]) >= first else []
+
+
 def _range(wish: PortRange, facts: Facts) -> Finding:
-    name, bounds = f"ports {wish.first} to {wish.last}", facts.sysctl.get("net.ipv4.ip_local_port_range", "").split()
-    if len(bounds) == 2 and int(bounds[0]) <= wish.last and int(bounds[1]) >= wish.first:
+    name = f"ports {wish.first} to {wish.last}"
+    if bounds := _connecting(facts, wish.first, wish.last):
         text = f"of {wish.file} overlap net.ipv4.ip_local_port_range = {' '.join(bounds)}: an engine may lose its port"
         return warn(name, text, f"choose another range in {wish.file}, below {bounds[0]}")
-    taken = {found.port for found in facts.listeners if wish.first <= found.port <= wish.last}
-    free = wish.last - wish.first + 1 - len(taken)
+    free = _free(facts, wish.first, wish.last)
     if free < _PORTS_OF_ENGINE:
         text = f"{free} free of those of {wish.file}; an engine takes {_PORTS_OF_ENGINE}"
         return fail(name, text, f"choose another or a wider range in {wish.file}, or end what holds them")
@@ -121,8 +130,7 @@ def check_kernel(facts: Facts, _: Wishes) -> list[Finding]:
     if retries.isdigit() and int(retries) > _PATIENT_SYN:
         text = f"net.ipv4.tcp_syn_retries = {retries}: a peer that vanished holds a connection attempt for minutes"
         lines.append(warn("kernel", text, "sysctl -w net.ipv4.tcp_syn_retries=2"))
-    bounds = facts.sysctl.get("net.ipv4.ip_local_port_range", "").split()
-    if len(bounds) == 2 and int(bounds[0]) <= MOONCAKE_PORTS[1] and int(bounds[1]) >= MOONCAKE_PORTS[0]:
+    if bounds := _connecting(facts, *MOONCAKE_PORTS):
         ours = " to ".join(map(str, MOONCAKE_PORTS))
         text = f"net.ipv4.ip_local_port_range = {' '.join(bounds)} overlaps Mooncake's {ours}"
         lines.append(warn("kernel", text, "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"))
