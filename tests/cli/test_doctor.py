@@ -647,7 +647,7 @@ def test_loopback_is_warned_of_where_the_file_names_a_registry() -> None:
     assert (line.state, "control.advertise" in line.fix) == (State.WARN, True)
 
 
-@pytest.mark.parametrize("url", ["etcd://127.0.0.1:2379", "file:///run/tidal"])
+@pytest.mark.parametrize("url", ["etcd://127.0.0.1:2379", "etcd://127.0.0.2:2379,[::1]:2379", "file:///run/tidal"])
 def test_loopback_is_right_where_the_registry_is_this_machine_s_own(url: str) -> None:
     address = AddressWish("d", "control.bind", "127.0.0.1", "")
     (line,) = found(machine(), asks(addresses=(address,), registry=RegistryConfig(url=url)), "address")

@@ -11,8 +11,9 @@ from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.sockets import covers
 from tidal_connector.cli.doctor.wishes import PortRange, PortWish, Wishes
 from tidal_connector.errors import ConfigError
+from tidal_connector.registry.addresses import is_loopback, split
 from tidal_connector.registry.members import State
-from tidal_connector.registry.settings import RegistryConfig, endpoints_of
+from tidal_connector.registry.settings import RegistryConfig, on_one_machine
 
 MOONCAKE_PORTS = (15000, 17000)
 """The range from which Mooncake takes two ports for each engine of its own."""
@@ -98,29 +99,21 @@ def check_addresses(_: Facts, wishes: Wishes) -> list[Finding]:
             # Where nobody is told of it, an engine may bind all addresses.
             say = fail if wishes.registry is not None or "advertise" in address.field else warn
             lines.append(say(name, f"{address.file}: {address.problem}", fix))
-        elif _is_loopback(address.text):
+        elif is_loopback(split(address.field, address.text)[0]):
             text = f"{address.field} of {address.file}: loopback, so peers have to be on this machine"
-            lines.append(good(name, text) if _is_local(wishes.registry) else warn(name, text, fix))
+            local = wishes.registry is None or _is_local(wishes.registry)
+            lines.append(good(name, text) if local else warn(name, text, fix))
         else:
             lines.append(good(name, f"{address.field} of {address.file}"))
     return lines
 
 
-def _is_local(registry: RegistryConfig | None) -> bool:
+def _is_local(registry: RegistryConfig) -> bool:
     """Whether nobody on another machine can hear of what is announced."""
-    return registry is None or not registry.url.startswith("etcd://") or _on_loopback(registry.url)
-
-
-def _on_loopback(url: str) -> bool:
     try:
-        return all(host in ("127.0.0.1", "::1", "localhost") for host, _ in endpoints_of(url))
+        return on_one_machine(registry)
     except ConfigError:
         return False  # a line of its own tells
-
-
-def _is_loopback(text: str) -> bool:
-    host = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0] or text
-    return host.startswith("127.") or text == "::1" or host == "::1"
 
 
 def check_kernel(facts: Facts, _: Wishes) -> list[Finding]:
@@ -200,7 +193,7 @@ def _safety(registry: Registry) -> list[Finding]:
         return [good("registry", "TLS and a user")]
     lacking = [name for name, there in (("TLS", registry.secure), ("a user", registry.authenticated)) if not there]
     text = f"without {' and '.join(lacking)}: whoever reaches etcd can redirect engines' transfers"
-    if _on_loopback(registry.url):
+    if _is_local(RegistryConfig(url=registry.url)):
         return [good("registry", f"{text}; it is on this machine's loopback")]
     fix = "registry.ca turns TLS on; registry.user and registry.password_file log in (etcdctl auth enable)"
     return [warn("registry", text, fix)]
