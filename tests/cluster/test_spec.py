@@ -77,6 +77,7 @@ def test_groups_are_called_after_their_role_and_engines_after_their_group() -> N
         ("group.0.command", ["x"], "one of them"),
         ("group.0.vllm", ["--port=1"], "write port = ... instead"),
         ("group.0.vllm", ["--kv-transfer-config", "{}"], "[group.tidal]"),
+        ("group.0.vllm", ["--kv_transfer_config={}"], "[group.tidal]"),
         ("group.0.environment", {"A=B": "c"}, "environment holds 'A=B'"),
         ("group.0.tidal", {"control": {"bind": "x:1"}}, "set by each node's agent"),
         ("group.1.cuont", 2, "unknown key 'group[1].cuont'; did you mean 'group[1].count'?"),

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tidal_connector.cluster.vllm_args import has_flag
 from tidal_connector.config import Positive, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
@@ -227,9 +228,9 @@ def _group_problems(group: Group) -> Iterator[str]:
     if bool(group.model) == bool(group.command):
         yield "give model = ... (or command = [...], what runs in place of vLLM), one of them"
     for argument in group.vllm:
-        reason = _OURS.get(argument.partition("=")[0])
-        if reason:
-            yield f"vllm holds {argument!r}; {reason}"
+        for option, reason in _OURS.items():
+            if has_flag([argument], option):
+                yield f"vllm holds {argument!r}; {reason}"
     for name in group.environment:
         if not _VARIABLE.fullmatch(name):
             yield f"environment holds {name!r}; expected letters, digits and _"
