@@ -112,7 +112,6 @@ def serve_settings(
     tidal = filled(group.tidal, names)
     advertise = {"advertise": agent.host} if agent.host != agent.bind else {}
     control = {**tidal.get("control", {}), "bind": join_address(agent.bind, ports[1]), **advertise}
-    registry = {key: item for key, item in msgspec.to_builtins(agent.registry).items() if item != ""}
     supervise = msgspec.to_builtins(agent.supervise)
     return {
         "engine": assignment.engine,
@@ -127,9 +126,14 @@ def serve_settings(
             "drain_s": spec.cluster.drain_deadline_s,
             "start_s": spec.cluster.ready_deadline_s,
         },
-        "registry": registry,
+        "registry": registry_table(agent.registry),
         "tidal": {**tidal, "control": control},
     }
+
+
+def registry_table(registry: RegistryConfig) -> dict[str, Any]:
+    """Return the ``[registry]`` table of a file that is written for others, without what is left open."""
+    return {key: item for key, item in msgspec.to_builtins(registry).items() if item != ""}
 
 
 def serve_command(spec: ClusterSpec, assignment: Assignment, file: Path) -> list[str]:

@@ -23,12 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from tidal_connector.address import join_address
 from tidal_connector.cluster import processes
 from tidal_connector.cluster.agent_folder import AgentFolder
-from tidal_connector.cluster.agent_settings import to_toml
+from tidal_connector.cluster.agent_settings import registry_table, to_toml
 from tidal_connector.cluster.launch import ServerProcess, StartFailed
 from tidal_connector.config import child_environment
 from tidal_connector.errors import ConfigError
@@ -150,7 +148,7 @@ class LocalCluster:
         port = listen or free_fixed_ports(1)[0]
         self.proxy = self._server(
             "proxy",
-            {"listen": join_address(_HOST, port), **(proxy or {}), "registry": self._registry_table()},
+            {"listen": join_address(_HOST, port), **(proxy or {}), "registry": registry_table(self.registry)},
             ["proxy"],
             f"http://{_HOST}:{port}",
         )
@@ -194,9 +192,6 @@ class LocalCluster:
         for server in (self.proxy, *self._agents.values()):
             server.begin_stop()
 
-    def _registry_table(self) -> dict[str, Any]:
-        return {key: item for key, item in msgspec.to_builtins(self.registry).items() if item != ""}
-
     def _agent(self, number: int, node: str, supervise: dict[str, Any], environment: dict[str, str]) -> ServerProcess:
         first = _PORTS[-1] + 1 + number * _NODE_PORTS
         settings = {
@@ -204,7 +199,7 @@ class LocalCluster:
             "host": _HOST,
             "state": str(_state(self.folder, node)),
             "ports": f"{first}-{first + _NODE_PORTS - 1}",
-            "registry": self._registry_table(),
+            "registry": registry_table(self.registry),
             "supervise": supervise,
             "environment": environment,
         }
