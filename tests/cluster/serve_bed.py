@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import httpx
 
 from tests.cluster.standins import COMMAND, until
 from tests.etcd import EtcdServer
+from tidal_connector.cluster.agent_settings import to_toml
 from tidal_connector.cluster.keeper import group_members
 from tidal_connector.cluster.orders import Order, encode_order, order_key
 from tidal_connector.config import child_environment
@@ -119,7 +119,7 @@ class Bed:
             **config,
         }
         file = self.folder / f"{engine}.toml"
-        file.write_text(toml(settings))
+        file.write_text(to_toml(settings))
         log = self.folder / f"{engine}-{len(self.served)}.log"
         command = [sys.executable, "-m", "tidal_connector.cli", "serve", role, "--config", str(file)]
         with log.open("wb") as output:
@@ -139,16 +139,6 @@ class Bed:
                 served.process.kill()  # its keeper ends the engine
             served.process.wait()
         self.store.close()
-
-
-def toml(value: Mapping[str, Any], prefix: str = "") -> str:
-    """Write nested tables as TOML."""
-    plain = {key: item for key, item in value.items() if not isinstance(item, Mapping)}
-    lines = [f"{key} = {json.dumps(item)}" for key, item in plain.items() if item is not None]
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            lines += [f"[{prefix}{key}]", toml(item, f"{prefix}{key}.")]
-    return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.cluster.standins import until
 from tidal_connector.cluster import agent_engine, processes
 from tidal_connector.cluster.agent_engine import EngineKeeper
 from tidal_connector.cluster.agent_folder import AgentFolder, Record
@@ -109,13 +110,6 @@ def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
                 processes.kill_tree(process)
 
 
-def wait_for(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not there():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
-
-
 def test_an_engine_is_started_and_its_settings_are_those_of_its_group(bed: Bed) -> None:
     report = bed.step(bed.keeper())
     assert (report.stage, report.restarts) == (Stage.RUNNING, 0)
@@ -150,7 +144,7 @@ def test_a_crash_is_followed_by_a_pause_that_grows_and_a_new_start(bed: Bed) -> 
     for restart, pause in ((1, 1.0), (2, 2.0), (3, 4.0)):
         first = bed.step(keeper)
         assert first.stage is Stage.RUNNING
-        wait_for(lambda first=first: processes.identify(first.pid) is None)
+        until(lambda first=first: processes.identify(first.pid) is None, 10)
         report = bed.step(keeper)
         assert (report.stage, report.restarts) == (Stage.BACKOFF, restart)
         assert report.why == "it ended with status 3; the end of its log: cannot find the model"
@@ -177,7 +171,7 @@ def test_what_a_dead_supervisor_leaves_behind_ends_before_a_new_start(bed: Bed) 
     )
     keeper = bed.keeper()
     first = bed.step(keeper)
-    wait_for(lambda: processes.identify(first.pid) is None)
+    until(lambda: processes.identify(first.pid) is None, 10)
     (left,) = processes.marked(agent_engine.MARK, bed.record().file)
     bed.code = SLEEPER
     bed.step(keeper)
@@ -192,7 +186,7 @@ def test_an_engine_that_ended_as_it_was_told_to_is_started_again_at_once(bed: Be
     bed.code = "pass"
     keeper = bed.keeper()
     first = bed.step(keeper)
-    wait_for(lambda: processes.identify(first.pid) is None)
+    until(lambda: processes.identify(first.pid) is None, 10)
     bed.code = SLEEPER
     second = bed.step(keeper)
     assert (second.stage, second.restarts) == (Stage.RUNNING, 0)
@@ -203,7 +197,7 @@ def test_an_order_to_drain_keeps_an_engine_down_until_it_is_withdrawn(bed: Bed) 
     bed.code = "raise SystemExit(1)"
     keeper = bed.keeper()
     first = bed.step(keeper)
-    wait_for(lambda: processes.identify(first.pid) is None)
+    until(lambda: processes.identify(first.pid) is None, 10)
     assert bed.step(keeper, drained=True).stage is Stage.DRAINED
     bed.code = SLEEPER
     bed.step(keeper)
@@ -214,10 +208,10 @@ def test_an_order_to_drain_keeps_an_engine_down_until_it_is_withdrawn(bed: Bed) 
 def test_an_engine_is_asked_once_to_end_however_often_its_agent_comes_back(bed: Bed) -> None:
     keeper = bed.keeper()
     bed.step(keeper)
-    wait_for(lambda: "up" in bed.log())
+    until(lambda: "up" in bed.log(), 10)
     for _ in range(3):
         assert bed.step(keeper, want=Work.STOP).stage is Stage.STOPPING
-        wait_for(lambda: "asked" in bed.log())
+        until(lambda: "asked" in bed.log(), 10)
         time.sleep(0.1)
         keeper = bed.keeper()
     assert bed.log().count("asked") == 1
@@ -226,7 +220,7 @@ def test_an_engine_is_asked_once_to_end_however_often_its_agent_comes_back(bed: 
 def test_an_engine_that_does_not_end_is_killed_after_its_deadline(bed: Bed) -> None:
     keeper = bed.keeper()
     pid = bed.step(keeper).pid
-    wait_for(lambda: "up" in bed.log())
+    until(lambda: "up" in bed.log(), 10)
     bed.step(keeper, want=Work.STOP)
     bed.now += 5.0 + agent_engine.KILL_AFTER_S - 1
     assert bed.step(keeper, want=Work.STOP).stage is Stage.STOPPING
@@ -243,7 +237,7 @@ def test_another_attempt_or_revision_ends_the_process_first(bed: Bed) -> None:
     keeper = bed.keeper()
     first = bed.step(keeper).pid
     assert bed.step(keeper, attempt=2).stage is Stage.STOPPING
-    wait_for(lambda: processes.identify(first) is None)
+    until(lambda: processes.identify(first) is None, 10)
     second = bed.step(keeper, attempt=2)
     assert (second.stage, second.attempt) == (Stage.RUNNING, 2)
     assert second.pid != first

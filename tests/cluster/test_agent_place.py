@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.standins import until
 from tidal_connector.cluster import agent_engine
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.agent import Agent
@@ -39,19 +39,12 @@ def config(tmp_path: Path) -> AgentConfig:
     return check_agent_config(AgentConfig(registry=registry, node="n"), "test")
 
 
-def until(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not there():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
-
-
 def test_a_second_agent_waits_names_the_first_and_gives_up(store: MemoryStore, config: AgentConfig) -> None:
     now = [0.0]
     with AgentPlace(config, store) as first:
-        until(first.ours)
+        until(first.ours, WAIT_S)
         with AgentPlace(config, store, lambda: now[0]) as second:
-            until(lambda: second._other is not None)
+            until(lambda: second._other is not None, WAIT_S)
             assert not second.ours()
             now[0] = 2 * TTL_S  # a dead agent's entry may last for so long
             assert not second.ours()
@@ -63,19 +56,19 @@ def test_a_second_agent_waits_names_the_first_and_gives_up(store: MemoryStore, c
 
 def test_the_next_agent_takes_the_place_of_one_that_ended(store: MemoryStore, config: AgentConfig) -> None:
     with AgentPlace(config, store) as second, AgentPlace(config, store) as first:
-        until(lambda: first.ours() or second.ours())
+        until(lambda: first.ours() or second.ours(), WAIT_S)
         assert first.ours() != second.ours()
         winner, waiting = (first, second) if first.ours() else (second, first)
         winner.__exit__(None, None, None)
-        until(waiting.ours)
+        until(waiting.ours, WAIT_S)
 
 
 def test_an_agent_whose_place_was_taken_meanwhile_stops_acting(store: MemoryStore, config: AgentConfig) -> None:
     """It was cut off for longer than its lease, and another agent of the node was started."""
     with AgentPlace(config, store) as place:
-        until(place.ours)
+        until(place.ours, WAIT_S)
         store.room.overwrite(AGENTS + "n", b"{}")
-        until(lambda: not place.ours())
+        until(lambda: not place.ours(), WAIT_S)
 
 
 def test_no_engine_is_started_or_adopted_before_the_place_is_held(
@@ -89,10 +82,10 @@ def test_no_engine_is_started_or_adopted_before_the_place_is_held(
     while Conductor(store, "n", 60).tick():
         pass
     with AgentPlace(config, store) as first, AgentFolder(tmp_path / "other") as folder:
-        until(first.ours)
+        until(first.ours, WAIT_S)
         folder.keep(Record(engine="decode-0", revision="r", attempt=1, file="f"))
         with Agent(config, store, folder) as second:
-            until(lambda: len(second._heard) == 2)
+            until(lambda: len(second._heard) == 2, WAIT_S)
             second.tick()
             assert not second._engines
             given_up = threading.Event()

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.cluster.standins import until
 from tidal_connector.cluster import rollout as verbs
 from tidal_connector.cluster.conductor import Conductor, Patience
 from tidal_connector.cluster.conductor_probe import Verdict
@@ -574,7 +575,7 @@ def test_old_history_and_specifications_are_dropped(store: MemoryStore, nodes: N
 
 def test_the_baton_is_handed_on(store: MemoryStore) -> None:
     with Conductor(store, "a", 60, good):
-        wait_for(lambda: view_of(store.read("")).conductor == "a")
+        until(lambda: view_of(store.read("")).conductor == "a", WAIT_S)
         with Conductor(store, "b", 60, good):
             assert view_of(store.read("")).conductor == "a"
     assert CONDUCTOR not in store.read("").entries
@@ -588,12 +589,3 @@ def test_orders_of_an_engine_go_with_it(store: MemoryStore, nodes: Nodes) -> Non
     carry_out(store, nodes, [conductor(store)])
     assert order_key("decode-2") not in store.read("").entries
     assert order_key("decode-1") in store.read("").entries
-
-
-def wait_for(there: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(int(WAIT_S / 0.05)):
-        if there():
-            return
-        event.wait(0.05)
-    raise AssertionError("it did not come")

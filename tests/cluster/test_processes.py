@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.cluster.standins import until
 from tidal_connector.cluster import processes
 from tidal_connector.cluster.processes import ProcessId
 
@@ -23,13 +22,6 @@ children = [
 print(*(child.pid for child in children), flush=True)
 time.sleep(60)
 """
-
-
-def wait_for(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not there():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
 
 
 def start(code: str, log: Path, *words: str) -> tuple[subprocess.Popen[bytes], ProcessId]:
@@ -47,7 +39,7 @@ def test_a_process_is_in_a_session_of_its_own_and_known_by_its_start(tmp_path: P
         assert not processes.alive(ProcessId(found.pid, found.started + 1))  # the number was given away again
     finally:
         child.kill()
-    wait_for(lambda: not processes.alive(found))  # also before anybody has looked at its status
+    until(lambda: not processes.alive(found), 10)  # also before anybody has looked at its status
     assert child.wait(5) == -9
     assert processes.identify(child.pid) is None
 
@@ -55,7 +47,7 @@ def test_a_process_is_in_a_session_of_its_own_and_known_by_its_start(tmp_path: P
 def test_its_whole_family_ends_even_in_other_sessions(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child, found = start(FAMILY, log)
-    wait_for(lambda: len(log.read_text().split()) == 2)
+    until(lambda: len(log.read_text().split()) == 2, 10)
     family = [processes.identify(int(pid)) for pid in log.read_text().split()]
     processes.kill_tree(found)
     assert child.wait(5) == -9
@@ -65,7 +57,7 @@ def test_its_whole_family_ends_even_in_other_sessions(tmp_path: Path) -> None:
 def test_what_a_dead_leader_left_in_its_session_ends_too(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child, found = start(FAMILY, log)
-    wait_for(lambda: len(log.read_text().split()) == 2)
+    until(lambda: len(log.read_text().split()) == 2, 10)
     inner, other = (processes.identify(int(pid)) for pid in log.read_text().split())
     assert inner is not None
     assert other is not None
@@ -82,7 +74,7 @@ def test_a_process_is_found_by_a_word_of_its_command_line(tmp_path: Path) -> Non
     assert processes.find(word) is None
     child, found = start("import time; time.sleep(60)", tmp_path / "log", word)
     try:
-        wait_for(lambda: processes.find(word) == found)
+        until(lambda: processes.find(word) == found, 10)
         assert processes.find(word + "x") is None
         assert processes.find(word[:-1]) is None
     finally:
