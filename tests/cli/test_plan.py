@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from tidal_connector.cli.bench import plot
 from tidal_connector.cli.main import app
-from tidal_connector.cli.plan.capacity import Limit, Question, divide, most_on_device, room_for, step_bytes
+from tidal_connector.cli.plan.capacity import Limit, Question, divide, most_on_device, room_for, seat_bytes, step_bytes
 from tidal_connector.cli.plan.models import BUILT_IN, find_model, model_of
 from tidal_connector.cli.plan.planned import Plan, make_plan
 from tidal_connector.config import Offload, PoolConfig, SelectionConfig, TidalConfig
 from tidal_connector.errors import ConfigError
 from tidal_connector.layout import RegionKind
 from tidal_connector.modelmaker.shape import hf_config, model_shape
-from tidal_connector.selection.budget import ModelCosts, divide_memory
+from tidal_connector.selection.budget import ModelCosts, divide_memory, slot_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -157,10 +157,16 @@ def test_the_settings_that_are_printed_give_the_requests_that_were_planned(model
         block_size=asked.block_size,
         latent_block_bytes=asked.block_size * asked.layout.row_bytes(RegionKind.LATENT),
         index_block_bytes=asked.block_size * asked.layout.row_bytes(RegionKind.INDEX),
+        slot_bytes=sum(slot_bytes(each.row_bytes) for each in asked.layout.regions if each.kind is RegionKind.LATENT),
     )
     division = divide_memory(config, costs, asked.budget)
     assert division.concurrent(asked.context) == found.device.requests == found.most
     assert found.fits is (found.most == asked.concurrency)
+
+
+def test_slots_are_as_wide_as_an_engine_makes_them() -> None:
+    asked = question(latent_format="fp8_ds_mla")
+    assert seat_bytes(asked, asked.context) == 4112 * 61 * 704  # rows of 656 bytes, in whole cache lines
 
 
 def test_slots_beyond_half_of_the_budget_have_to_be_set() -> None:

@@ -22,6 +22,7 @@ MODEL = ModelCosts(
     block_size=BLOCK,
     latent_block_bytes=LATENT * BLOCK,
     index_block_bytes=INDEX * BLOCK,
+    slot_bytes=LATENT,
 )
 CONFIG = TidalConfig(pool=PoolConfig(bytes=4 << 30))
 SEAT = 144  # 2 x 64 slots, one for the row of the step, in whole extents

@@ -37,7 +37,7 @@ class ModelCosts:
         block_size: tokens per block.
         latent_block_bytes: bytes of one block's latents over all layers.
         index_block_bytes: bytes of one block's index keys over all layers.
-        slot_bytes: bytes of a slot over all layers (:func:`slot_bytes` of each); None: as many as the row has.
+        slot_bytes: bytes of a slot over all layers (:func:`slot_bytes` of each).
     """
 
     top_k: int
@@ -47,7 +47,7 @@ class ModelCosts:
     block_size: int
     latent_block_bytes: int
     index_block_bytes: int
-    slot_bytes: int | None = None
+    slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +96,25 @@ def divide_memory(config: TidalConfig, model: ModelCosts, device_bytes: int) -> 
             for index keys or is too small for one request.
     """
     slots = config.selection.slots_for(model.top_k)
-    row_bytes = model.slot_bytes or model.latent_block_bytes // model.block_size
+    width = model.slot_bytes
     # Drafted tokens select for themselves: all that a step selects and writes has to fit at once.
     base = _whole(min(max(slots + model.queries, model.queries * (model.top_k + 1)), model.context))
     adaptive = config.offload is Offload.ADAPTIVE
     most = max(base, _whole(model.context)) if adaptive else base
     share = config.selection.size
     if share is None:
-        share = min(model.requests * base * row_bytes, device_bytes // 2)
+        share = min(model.requests * base * width, device_bytes // 2)
     else:
-        _check_share(share, base * row_bytes, device_bytes, model.index_block_bytes)
-    rows = min(share // row_bytes, model.requests * most) // EXTENT_ROWS * EXTENT_ROWS
+        _check_share(share, base * width, device_bytes, model.index_block_bytes)
+    rows = min(share // width, model.requests * most) // EXTENT_ROWS * EXTENT_ROWS
     blocks = blocks_within(
-        config.pool.size, model.latent_block_bytes, device_bytes - rows * row_bytes, model.index_block_bytes
+        config.pool.size, model.latent_block_bytes, device_bytes - rows * width, model.index_block_bytes
     )
     index_bytes = blocks.blocks * model.index_block_bytes
     if adaptive and config.selection.bytes is None:
-        left = (device_bytes - index_bytes) // row_bytes
+        left = (device_bytes - index_bytes) // width
         rows = min(left, model.requests * most) // EXTENT_ROWS * EXTENT_ROWS
-    return MemoryPlan(blocks, slots, base, most, rows, rows * row_bytes, index_bytes, model.requests, model.block_size)
+    return MemoryPlan(blocks, slots, base, most, rows, rows * width, index_bytes, model.requests, model.block_size)
 
 
 def _check_share(share: int, seat_bytes: int, device_bytes: int, index_block_bytes: int) -> None:

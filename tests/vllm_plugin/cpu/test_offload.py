@@ -112,6 +112,7 @@ def costs(parts: Any, **changed: int) -> Any:
         "block_size": parts.block_size,
         "latent_block_bytes": parts.latent_block_bytes,
         "index_block_bytes": parts.index_block_bytes,
+        "slot_bytes": parts.latent_block_bytes // parts.block_size,
         **changed,
     }
     return ModelCosts(**given)

@@ -44,7 +44,9 @@ class Engine:
             selection=SelectionConfig(slots=slots, prefetch=prefetch),
         )
         latent = sum(spec.page_size_bytes for name, spec in found.items() if name.endswith("attn.attn"))
-        costs = ModelCosts(K, 1, requests, LONGEST, BLOCK_SIZE, latent, BLOCK_SIZE * 132 * LEADERS)
+        costs = ModelCosts(
+            K, 1, requests, LONGEST, BLOCK_SIZE, latent, BLOCK_SIZE * 132 * LEADERS, latent // BLOCK_SIZE
+        )
         plan = divide_memory(config, costs, 1 << 30)
         placement = allocate(caches, 1 << 30, lambda n: open_region(n, config.pool), plan.arena_rows)
         self.counters = Counters()

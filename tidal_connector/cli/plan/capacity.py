@@ -19,7 +19,7 @@ from tidal_connector.cli.plan.models import ModelKv
 from tidal_connector.config import Offload, PoolConfig, SelectionConfig, TidalConfig
 from tidal_connector.errors import ConfigError
 from tidal_connector.layout import KVLayout, RegionKind
-from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory
+from tidal_connector.selection.budget import MemoryPlan, ModelCosts, divide_memory, slot_bytes
 
 _MOST_REQUESTS = 1 << 30
 _DENSE_RATIO = 128  # tokens per row of V4's dense compressed layers
@@ -284,6 +284,7 @@ def divide(question: Question, context: int, requests: int) -> MemoryPlan:
         ConfigError: it does not fit.
     """
     device = question.budget - requests * question.window_bytes
+    row = question.model.latent_bytes(question.latent_format)  # in one layer
     costs = ModelCosts(
         top_k=question.model.top_k,
         queries=question.queries,
@@ -292,6 +293,7 @@ def divide(question: Question, context: int, requests: int) -> MemoryPlan:
         block_size=question.block_rows,
         latent_block_bytes=question.latent_block,
         index_block_bytes=question.device_block,
+        slot_bytes=question.row_bytes // row * slot_bytes(row),
     )
     config = TidalConfig(
         offload=Offload.ON,
