@@ -251,14 +251,18 @@ class EtcdClient:
         Raises:
             RegistryLost: none does.
         """
-        for last in [*[False] * (len(self._targets) - 1), True]:
-            try:
-                self.get(key)
-            except RegistryLost:
-                if last:
-                    raise
-            else:
-                return
+        self.anywhere(lambda: self.get(key))
+
+    def anywhere(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask what may be asked again, of each endpoint once if need be, and return the first answer.
+
+        Raises:
+            RegistryLost: none answers.
+        """
+        for _ in self._targets[1:]:
+            with contextlib.suppress(RegistryLost):
+                return ask()
+        return ask()
 
     def close(self) -> None:
         """Close the connection; calls under way end with :class:`RegistryLost`."""

@@ -232,8 +232,7 @@ class EtcdStore(CommonStore):
         self._client = EtcdClient(config, timeout_s=self._pulse_s)
 
     def _read(self, prefix: str) -> Snapshot:
-        self._client.settle(self._root)
-        _, found = self._client.range(self._root + prefix.encode())
+        _, found = self._client.anywhere(lambda: self._client.range(self._root + prefix.encode()))
         return _snapshot(self._root, found)
 
     def _write(self, changes: Sequence[Put | Delete], expect: Mapping[str, int]) -> None:
