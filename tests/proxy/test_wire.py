@@ -59,21 +59,6 @@ async def echo(body: bytes, writer: asyncio.StreamWriter, connection: int) -> No
     writer.write(whole(body))
 
 
-def test_a_question_whose_answer_stops_half_way_leaves_no_connection_behind() -> None:
-    async def stop(_: bytes, writer: asyncio.StreamWriter, connection: int) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
-
-    async def run() -> None:
-        async with Server(stop) as server, Client(1.0, 3.0) as client:
-            with pytest.raises(TimeoutError):
-                await client.get(server.url, "/health", 0.1, 1 << 20)
-            async with asyncio.timeout(5):
-                while not server.ended:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(run())
-
-
 def saying(raw: bytes, close: bool = False) -> Handler:
     async def handler(body: bytes, writer: asyncio.StreamWriter, connection: int) -> None:
         writer.write(raw)
@@ -120,6 +105,17 @@ def test_requests_at_once_get_a_connection_each_and_their_own_answers() -> None:
         assert server.connections == 50
 
     run(echo, story)
+
+
+def test_a_question_whose_answer_stops_half_way_leaves_no_connection_behind() -> None:
+    async def story(server: Server, client: Client) -> None:
+        with pytest.raises(TimeoutError):
+            await client.get(server.url, "/health", 0.1, 1 << 20)
+        async with asyncio.timeout(5):
+            while not server.ended:
+                await asyncio.sleep(0.01)
+
+    run(saying(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"), story)
 
 
 def test_an_idle_connection_is_closed_after_its_time() -> None:
