@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from tidal_connector.errors import PeerLost
 from tidal_connector.proxy.app import build_app
@@ -261,6 +262,22 @@ def nobody(address: str, timeout_s: float) -> Any:
 
 
 @contextlib.asynccontextmanager
+async def served(app: FastAPI, answer_s: float = 20, end_s: float = 10) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve a proxy over HTTP; yield a client of it, which waits so long for an answer."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", ws="none"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=answer_s, trust_env=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, end_s)
+
+
+@contextlib.asynccontextmanager
 async def open_bed(
     prefill: list[Behaviour],
     decode: list[Behaviour],
@@ -280,19 +297,7 @@ async def open_bed(
             retries=retries,
             **more,
         )
-        settings = uvicorn.Config(build_app(config, ask), port=0, log_level="error", lifespan="on", ws="none")
-        server = uvicorn.Server(settings)
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
-        )
-        yield Bed(client, *sides)
-        await client.aclose()
-        server.should_exit = True
-        await asyncio.wait_for(task, 10)
+        yield Bed(await stack.enter_async_context(served(build_app(config, ask))), *sides)
 
 
 Scenario = Callable[[Bed], Awaitable[None]]

@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
-import uvicorn
 
-from tests.proxy.conftest import Behaviour, FakeEngine, Replies, nobody
+from tests.proxy.conftest import Behaviour, FakeEngine, Replies, nobody, served
 from tidal_connector.ids import EngineId, Incarnation, Role
 from tidal_connector.proxy.app import build_app
 from tidal_connector.proxy.settings import PolicyKind, ProxyConfig, Timeouts
@@ -99,17 +98,7 @@ def number(text: str, name: str) -> float:
 async def cluster(config: ProxyConfig) -> AsyncIterator[Cluster]:
     async with contextlib.AsyncExitStack() as stack:
         room = Room()
-        settings = uvicorn.Config(
-            build_app(config, nobody, MemoryStore(room)), port=0, log_level="error", lifespan="on", ws="none"
-        )
-        server = uvicorn.Server(settings)
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False)
-        )
+        client = await stack.enter_async_context(served(build_app(config, nobody, MemoryStore(room))))
         made = Cluster(client, room, stack)
         try:
             yield made
@@ -120,9 +109,6 @@ async def cluster(config: ProxyConfig) -> AsyncIterator[Cluster]:
         finally:
             room.mend()
             await asyncio.to_thread(made.store.close)
-            await client.aclose()
-            server.should_exit = True
-            await asyncio.wait_for(task, 10)
 
 
 def run(story: Callable[[Cluster], Awaitable[None]], timeouts: Timeouts = QUICK, **config: Any) -> None:

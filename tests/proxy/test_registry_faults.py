@@ -10,10 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from tests.etcd import EtcdServer, needs_etcd
-from tests.proxy.conftest import FakeEngine, Replies, nobody
+from tests.proxy.conftest import FakeEngine, Replies, nobody, served
 from tests.relay import Relay
 from tidal_connector.ids import EngineId, Incarnation, Role
 from tidal_connector.proxy.app import build_app
@@ -89,12 +88,7 @@ async def world(folder: Path) -> AsyncIterator[World]:
         app = build_app(
             ProxyConfig(registry=config, timeouts=Timeouts(cooldown_s=0.3, queue_s=20)), nobody, open_store(config)
         )
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", ws="none"))
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, trust_env=False))
+        client = await stack.enter_async_context(served(app, answer_s=30, end_s=20))
         made = World(etcd, relay, client)
         for name in NAMES:
             engine = made.engines[name] = FakeEngine(Replies.ok_or_stream)
@@ -124,8 +118,6 @@ async def world(folder: Path) -> AsyncIterator[World]:
                 etcd.thaw()
             for store in made.stores.values():
                 await asyncio.to_thread(store.close)
-            server.should_exit = True
-            await asyncio.wait_for(serving, 20)
         assert made.failed == []
 
 
