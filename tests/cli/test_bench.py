@@ -232,6 +232,20 @@ def test_layer_pushes_arrive_and_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.mooncake
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "-"], ["--json", "--pairs", "2"]])
+def test_json_without_a_file_is_all_that_goes_to_standard_output(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    def measured(options: OverheadOptions, console: Console) -> Overhead:
+        show(result(), console)
+        return result()
+
+    monkeypatch.setattr(overhead, "run_overhead", measured)
+    found = CliRunner().invoke(app, ["bench", "prefill-overhead", *arguments])
+    assert json.loads(found.stdout)["ratio"] == msgspec.to_builtins(result().ratio)
+    assert "within the bound" in found.stderr
+
+
 def test_other_bytes_than_were_sent_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(self: Any, pieces: Any) -> str:
         return "other"

@@ -16,7 +16,7 @@ from tidal_connector import __version__
 from tidal_connector.cli.bench.commands import bench
 from tidal_connector.cli.doctor.command import doctor
 from tidal_connector.cli.drain import drain
-from tidal_connector.cli.ends import ALL_ENDED, check_json_file, clear_ends
+from tidal_connector.cli.ends import ALL_ENDED, JsonFile, ReportCommand, check_json_file, clear_ends, report_console
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.cli.plan.command import plan
 from tidal_connector.cli.rollout import rollout
@@ -150,7 +150,7 @@ def up(
         run_up(UpOptions(file, model, count, listen, keep, until_ready), Console())
 
 
-@app.command()
+@app.command(cls=ReportCommand)
 def demo(
     arch: Annotated[Literal["v32", "glm"], typer.Option(help="DeepSeek-V3.2, or GLM-like with index sharing.")] = "v32",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the checkpoint and the KV.")] = "float32",
@@ -161,14 +161,12 @@ def demo(
     ] = 2048,
     prefix_caching: Annotated[bool, typer.Option("--prefix-caching", help="Keep the KV of earlier prompts.")] = False,
     pool: Annotated[str, typer.Option(help="Size of the decode engine's host pool.")] = "256MiB",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")] = None,
+    json_file: JsonFile = None,
     keep_logs: Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
 ) -> None:
     """Two engines, a proxy and real transfers on this machine; every answer beside a single engine's."""
     with clear_ends(ALL_ENDED):
-        from rich.console import Console
-
         from tidal_connector.cli.demo.run import DemoOptions, run_demo
 
         options = DemoOptions(
@@ -184,5 +182,5 @@ def demo(
             quick=quick,
         )
         check_json_file(json_file)
-        result = run_demo(options, Console())
+        result = run_demo(options, report_console(json_file))
     raise typer.Exit(1 if result.shortcomings() else 0)

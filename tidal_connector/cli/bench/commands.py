@@ -9,11 +9,18 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from tidal_connector.cli.ends import ALL_ENDED, check_json_file, clear_ends, write_json
+from tidal_connector.cli.ends import (
+    ALL_ENDED,
+    JsonFile,
+    ReportCommand,
+    check_json_file,
+    clear_ends,
+    report_console,
+    write_json,
+)
 
 bench = typer.Typer(help="Benchmarks; alone, it runs all of them.")
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result here, too.")]
 KeepLogs = Annotated[Path | None, typer.Option(help="Write the processes' logs here and keep them.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw a picture: a .png, .svg or .pdf file.")]
 
@@ -29,7 +36,7 @@ def run_all(context: typer.Context) -> None:
         capacity()
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def prefill_overhead(
     tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 3000,
     pairs: Annotated[int, typer.Option(help="Prompts that are timed both ways.")] = 7,
@@ -47,8 +54,6 @@ def prefill_overhead(
 
     Exit status 1 if the median ratio is above 1.10.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.overhead import OverheadOptions, run_overhead
 
     options = OverheadOptions(
@@ -63,13 +68,13 @@ def prefill_overhead(
     )
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
-        found = run_overhead(options, Console())
+        found = run_overhead(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def transfer(
     layers: Annotated[int, typer.Option(help="Layers, each pushed as one batch.")] = 61,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 3000,
@@ -77,17 +82,15 @@ def transfer(
     json_file: JsonFile = None,
 ) -> None:
     """Layer pushes by Mooncake between two processes, as a ratio to a plain socket in the same run."""
-    from rich.console import Console
-
     from tidal_connector.cli.bench.transfer import TransferOptions, run_transfer
 
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
-        found = run_transfer(TransferOptions(layers=layers, tokens=tokens, runs=runs), Console())
+        found = run_transfer(TransferOptions(layers=layers, tokens=tokens, runs=runs), report_console(json_file))
         write_json(found, json_file)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def gather(
     pool: Annotated[str, typer.Option(help="Size of the pool; hugepages are added for it as root.")] = "2GiB",
     top_k: Annotated[int, typer.Option(help="Rows that a request selects in each step.")] = 2048,
@@ -100,21 +103,20 @@ def gather(
     Exit status 1 if the gather is below 0.70 of memcpy, a ratio to torch or numpy below 3, or the time to resolve
     a row varies by more than 1.3 x over contexts of 8K to 1M.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.gather import GatherOptions, run_gather
     from tidal_connector.cli.bench.plot import check_plot_file
 
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
-        found = run_gather(GatherOptions(pool=pool, top_k=top_k, repetitions=repetitions, plot=plot), Console())
+        options = GatherOptions(pool=pool, top_k=top_k, repetitions=repetitions, plot=plot)
+        found = run_gather(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def decode(
     arch: Annotated[Literal["v32", "glm", "both"], typer.Option(help="Architecture of the checkpoints.")] = "both",
     batch: Annotated[
@@ -136,8 +138,6 @@ def decode(
     The engines of a model run side by side; one decodes at a time, in turn. Exit status 1 if the median ratio is above
     1.05 at any batch size, or prefetch does not pay where layers share a selection.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.decode import DecodeOptions, run_decode
     from tidal_connector.cli.bench.plot import check_plot_file
 
@@ -157,13 +157,13 @@ def decode(
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
-        found = run_decode(options, Console())
+        found = run_decode(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def capacity(
     fit: Annotated[int, typer.Option(help="Requests that fit with all latents on the device; sets the budget.")] = 2,
     requests: Annotated[int, typer.Option(help="Requests that are sent at once.")] = 24,
@@ -182,8 +182,6 @@ def capacity(
     Both engines get the same budget and requests; vLLM's --max-num-seqs is what the layout lets the budget hold. Exit
     status 1 if fewer than 0.9 of that run at once, or throughput is not twice as large.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.capacity import CapacityOptions, run_capacity
     from tidal_connector.cli.bench.plot import check_plot_file
 
@@ -202,13 +200,13 @@ def capacity(
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
         check_plot_file(plot)
-        found = run_capacity(options, Console())
+        found = run_capacity(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def rollout(
     engines: Annotated[int, typer.Option(help="Engines of each role; 1 for --real, which then uses a surge.")] = 0,
     clients: Annotated[int, typer.Option(help="Clients that ask at once.", min=1)] = 8,
@@ -229,8 +227,6 @@ def rollout(
 
     Exit status 1 if a request failed, an answer was wrong, or a rollout ended otherwise than it should.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.rollout import RolloutOptions, run_rollout
 
     options = RolloutOptions(
@@ -244,13 +240,13 @@ def rollout(
     )
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
-        found = run_rollout(options, Console())
+        found = run_rollout(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=ReportCommand)
 def proxy(
     requests: Annotated[int, typer.Option(help="Timed requests of each kind, each way.", min=2)] = 400,
     streams: Annotated[int, typer.Option(help="Streams at once.", min=1)] = 500,
@@ -269,8 +265,6 @@ def proxy(
     Engine stand-ins, the proxy and the client are processes on the same cores. Exit status 1 if the median is more than
     3 ms longer, or a stream fails.
     """
-    from rich.console import Console
-
     from tidal_connector.cli.bench.proxy import ProxyOptions, run_proxy_bench
 
     options = ProxyOptions(
@@ -285,7 +279,7 @@ def proxy(
     )
     with clear_ends(ALL_ENDED):
         check_json_file(json_file)
-        found = run_proxy_bench(options, Console())
+        found = run_proxy_bench(options, report_console(json_file))
         write_json(found, json_file)
     if found.shortcomings():
         raise typer.Exit(1)
