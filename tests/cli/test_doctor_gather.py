@@ -269,6 +269,14 @@ def test_the_registry_of_a_cluster_s_file_is_that_of_its_name(
         assert problem in wishes.problems[str(file)]
 
 
+def test_a_registry_that_is_given_is_asked_for_the_file_s_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    named = CLUSTER.replace("[cluster]", '[cluster]\nname = "prod"', 1)
+    file.write_text(named.replace('url = "etcd://10.0.0.9:2379"', ""))
+    wishes = read_wishes([file], "etcd://10.0.0.7:2379")
+    assert wishes.registry == RegistryConfig(url="etcd://10.0.0.7:2379", cluster="prod")
+
+
 def test_an_agent_s_file_says_which_node_this_is(tmp_path: Path) -> None:
     file, agent = tmp_path / "cluster.toml", tmp_path / "agent.toml"
     file.write_text(CLUSTER)

@@ -121,7 +121,7 @@ def read_wishes(files: Sequence[Path], registry_url: str | None = None) -> Wishe
             raise ConfigError(f"configuration {path}: no such file")
     for path in sorted(files, key=_is_cluster):  # an agent's file says which of the cluster's nodes this is
         try:
-            found = _joined(found, _read(path, found.node))
+            found = _joined(found, _read(path, found.node, registry_url or ""))
         except ConfigError as error:
             problems[str(path)] = str(error)
     registry = found.registry
@@ -145,10 +145,10 @@ def _table(path: Path) -> dict[str, Any]:
     return read_toml(path, "configuration")
 
 
-def _read(path: Path, node: str) -> Wishes:
+def _read(path: Path, node: str, registry_url: str) -> Wishes:
     given = _table(path)
     if "group" in given:
-        return _cluster(path, node)
+        return _cluster(path, node, registry_url)
     if "engine" in given:
         return _engine(path)
     if given.keys() & _AGENT_KEYS:
@@ -219,7 +219,7 @@ def _proxy(path: Path) -> Wishes:
     return Wishes(files=(str(path),), ports=(PortWish(str(path), "listen", host, port),), registry=config.registry)
 
 
-def _cluster(path: Path, node: str) -> Wishes:
+def _cluster(path: Path, node: str, registry_url: str) -> Wishes:
     spec, pools, protocols = read_spec(path), [], set()
     wish = node_wish(str(path), spec, node or socket.gethostname())
     for group in spec.group:
@@ -236,7 +236,7 @@ def _cluster(path: Path, node: str) -> Wishes:
         nodes=(wish,),
         places=tuple(model_wishes(str(path), spec, wish)),
         protocols=frozenset(protocols),
-        registry=registry_of(spec),
+        registry=registry_of(spec, registry_url),
     )
 
 
