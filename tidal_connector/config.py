@@ -37,6 +37,15 @@ class PageKind(enum.StrEnum):
     PLAIN = "plain"
 
 
+class DeviceAccess(enum.StrEnum):
+    """How an NPU reaches the host pool."""
+
+    AUTO = "auto"
+    PAGES = "pages"
+    RUNTIME = "runtime"
+    OFF = "off"
+
+
 class Offload(enum.StrEnum):
     """Where the latents of this engine live."""
 
@@ -71,6 +80,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path: a mounted hugetlbfs directory, for ``hugetlbfs``; None looks it up in the mount table.
         numa: NUMA node to bind the pool to; None leaves the choice to the kernel.
         prefault: touch every page at start, so that no page is missing later.
+        register: how an NPU reaches the pool. ``pages``: the pages above are registered with its runtime, or the start
+            fails. ``runtime``: the memory is the runtime's own (``aclrtMallocHost``), registered too; kernels up to 5.10
+            register no other. ``auto``: the first, on such kernels the second. ``off``: not at all; kernels on the NPU
+            then cannot read it. Without an NPU nothing is registered and nothing is asked.
+        register_chunk: most bytes that one registration covers, a multiple of 2 MiB. Registrations of 64 GiB are known
+            to work and those of more than 200 GB to fail (207001), and the fewer there are, the fewer borders must lie
+            between layers; one that is refused for want of memory is tried again with half of it.
     """
 
     bytes: PositiveInt | str = "1GiB"
@@ -78,6 +94,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str | None = None
     numa: Annotated[int, msgspec.Meta(ge=0)] | None = None
     prefault: bool = True
+    register: DeviceAccess = DeviceAccess.AUTO
+    register_chunk: PositiveInt | str = "64GiB"
 
     @property
     def size(self) -> int:
@@ -87,6 +105,21 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: the text is no size.
         """
         return parse_bytes("pool.bytes", self.bytes)
+
+    @property
+    def chunk(self) -> int:
+        """The most bytes of one registration.
+
+        Raises:
+            ConfigError: the text is no size, or no multiple of 2 MiB.
+        """
+        chunk = parse_bytes("pool.register_chunk", self.register_chunk)
+        if chunk % (2 << 20):
+            raise ConfigError(
+                f"pool.register_chunk = {self.register_chunk!r}: expected a multiple of 2MiB, so that no hugepage is "
+                "registered in two parts"
+            )
+        return chunk
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -285,6 +318,7 @@ def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_confi
     """
     config = convert_strict(TidalConfig, extra, where)
     parse_bytes(f"{where}: pool.bytes", config.pool.bytes)
+    parse_bytes(f"{where}: pool.register_chunk", config.pool.register_chunk)
     if config.selection.bytes is not None:
         parse_bytes(f"{where}: selection.bytes", config.selection.bytes)
     parse_address(f"{where}: control.bind", config.control.bind)
@@ -334,6 +368,17 @@ def with_aliases(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def native_library_path() -> str | None:
     """Return ``TIDAL_NATIVE``: a native module to load instead of the installed one (development)."""
     return os.environ.get("TIDAL_NATIVE")
+
+
+def ascendcl_path() -> str | None:
+    """Return ``TIDAL_ASCENDCL``: the libascendcl to load in place of the toolkit's (tests, unusual installations)."""
+    return os.environ.get("TIDAL_ASCENDCL") or None
+
+
+def ascend_homes() -> list[tuple[str, str]]:
+    """Return the variables that name an installed Ascend toolkit and are set, each with its folder, best first."""
+    names = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+    return [(name, value) for name in names if (value := os.environ.get(name))]
 
 
 def log_level() -> str | None:

@@ -14,7 +14,9 @@
     ├── PeerLost               a peer does not answer, or came back as another incarnation
     ├── RegistryLost           the registry does not answer, so nothing is known of the cluster
     ├── Conflict               somebody else changed, or holds, what was to be changed
-    └── NativeOpMissing        an operator has no implementation for this machine
+    ├── NativeOpMissing        an operator has no implementation for this machine
+    └── DeviceFailed           an accelerator's runtime refused a call, or answered with what cannot be used
+        └── DeviceMissing      that runtime, or a function of it, is not on this machine
 
 Lower floors raise; only ``vllm_plugin`` turns an error into what vLLM understands. Each message is one line
 that names the field, the value, what was expected, and how to mend it.
@@ -69,3 +71,21 @@ class Conflict(TidalError):
 
 class NativeOpMissing(TidalError):
     """An operator has no implementation on this machine."""
+
+
+class DeviceFailed(TidalError):
+    """An accelerator's runtime refused a call, or answered with what cannot be used.
+
+    Attributes:
+        call: the runtime's function; empty where none was reached.
+        code: what it returned; 0 where the result, and not the call, was at fault.
+    """
+
+    def __init__(self, message: str, call: str = "", code: int = 0) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+
+
+class DeviceMissing(DeviceFailed):
+    """The accelerator's runtime, or a function that is needed of it, is not on this machine."""

@@ -9,6 +9,7 @@ hugepages must never be refused because the ordinary memory is short. Reads the 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Machine:
         total, inside = 0, False
         for line in _text(self.root / "proc/self/smaps").splitlines():
             name, _, rest = line.partition(":")
-            if name == "AnonHugePages":
+            if name in ("AnonHugePages", "ShmemPmdMapped"):
                 total += (int(rest.split()[0]) << 10) if inside else 0
             elif "-" in line.split(" ", 1)[0]:
                 start, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
@@ -105,6 +106,16 @@ class Machine:
                 yield each, not controllers
                 if each == base:
                     break
+
+    def shared_transparent(self) -> bool:
+        """Say whether ``madvise`` can ask for transparent hugepages under memory that processes share."""
+        text = _text(self.root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+        return any(word in text for word in ("[always]", "[within_size]", "[advise]", "[force]"))
+
+    def kernel(self) -> tuple[int, int] | None:
+        """Return the kernel's version, as (6, 1); None where it cannot be read."""
+        found = re.match(r"(\d+)\.(\d+)", _text(self.root / "proc/sys/kernel/osrelease"))
+        return None if found is None else (int(found[1]), int(found[2]))
 
     def memlock(self) -> int | None:
         """Return RLIMIT_MEMLOCK in bytes; None if it binds nobody."""
