@@ -81,9 +81,9 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         numa: NUMA node to bind the pool to; None leaves the choice to the kernel.
         prefault: touch every page at start, so that no page is missing later.
         register: how an NPU reaches the pool. ``pages``: the pages above are registered with its runtime, or the start
-            fails. ``runtime``: the memory is the runtime's own (``aclrtMallocHost``), registered too; kernels up to 5.10
-            register no other. ``auto``: the first, on such kernels the second. ``off``: not at all; kernels on the NPU
-            then cannot read it. Without an NPU nothing is registered and nothing is asked.
+            fails. ``runtime``: memory that the runtime gives (``aclrtMallocHost``) is registered; up to Linux 5.10 no
+            other can be. ``auto``: the first, on such a Linux the second. ``off``: nothing is, and kernels on the NPU
+            cannot read the pool. Without an NPU nothing is registered and nothing is asked.
         register_chunk: most bytes that one registration covers, a multiple of 2 MiB. Registrations of 64 GiB are known
             to work and those of more than 200 GB to fail (207001), and the fewer there are, the fewer borders must lie
             between layers; one that is refused for want of memory is tried again with half of it.
@@ -113,13 +113,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: the text is no size, or no multiple of 2 MiB.
         """
-        chunk = parse_bytes("pool.register_chunk", self.register_chunk)
-        if chunk % (2 << 20):
-            raise ConfigError(
-                f"pool.register_chunk = {self.register_chunk!r}: expected a multiple of 2MiB, so that no hugepage is "
-                "registered in two parts"
-            )
-        return chunk
+        return _parse_chunk("pool.register_chunk", self.register_chunk)
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -306,6 +300,13 @@ def parse_bytes(field: str, value: int | str) -> int:
     return int(number * _UNITS[unit])
 
 
+def _parse_chunk(field: str, value: int | str) -> int:
+    chunk = parse_bytes(field, value)
+    if chunk % (2 << 20):
+        raise ConfigError(f"{field} = {value!r}: expected a multiple of 2MiB, so that no hugepage is in two chunks")
+    return chunk
+
+
 def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_config") -> TidalConfig:
     """Translate ``kv_connector_extra_config``.
 
@@ -318,7 +319,7 @@ def load_config(extra: Mapping[str, Any], where: str = "kv_connector_extra_confi
     """
     config = convert_strict(TidalConfig, extra, where)
     parse_bytes(f"{where}: pool.bytes", config.pool.bytes)
-    parse_bytes(f"{where}: pool.register_chunk", config.pool.register_chunk)
+    _parse_chunk(f"{where}: pool.register_chunk", config.pool.register_chunk)
     if config.selection.bytes is not None:
         parse_bytes(f"{where}: selection.bytes", config.selection.bytes)
     parse_address(f"{where}: control.bind", config.control.bind)
