@@ -13,7 +13,6 @@ from tests.cli.machines import POOL, asks, machine, registry
 from tidal_connector.cli.doctor.cluster_wishes import NodeWish, PlaceWish
 from tidal_connector.cli.doctor.examine import examine
 from tidal_connector.cli.doctor.facts import (
-    Ascend,
     Clock,
     Facts,
     HugeMount,
@@ -34,7 +33,6 @@ from tidal_connector.registry.settings import RegistryConfig
 
 TCP, RDMA, ASCEND = (frozenset({each}) for each in (Protocol.TCP, Protocol.RDMA, Protocol.ASCEND))
 NPU = {"vllm": "0.23.0", "vllm-ascend": "0.23.0.post1", "mooncake-transfer-engine-npu": "0.3.11.post1"}
-DAVINCI = Ascend(("davinci0",), True, "/usr/local/Ascend/x/lib64/libascendcl.so", "25.5.0")
 WAITING = PortWish("decode.toml", "control.bind", "10.0.0.5", 7200)
 FAR = NumaNode(1, (21, 10), 64 * GIB, "16-31")
 TWO_NODES = (NumaNode(0, (10, 21), 64 * GIB, "0-15"), FAR)
@@ -138,38 +136,6 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
     ),
     "an NPU is asked for": ({}, asks(protocols=ASCEND), "NPU", State.FAIL, "no /dev/davinci*", "davinci_manager"),
     "ascend with the wrong mooncake": ({}, asks(protocols=ASCEND), "Mooncake", State.FAIL, "only tcp and rdma", "-npu"),
-    "an NPU that cannot be opened": (
-        {"packages": NPU, "ascend": msgspec.structs.replace(DAVINCI, manager=False)},
-        asks(),
-        "NPU",
-        State.FAIL,
-        "davinci_manager",
-        "mount",
-    ),
-    "an NPU without CANN": (
-        {"packages": NPU, "ascend": msgspec.structs.replace(DAVINCI, acl="")},
-        asks(),
-        "NPU",
-        State.FAIL,
-        "libascendcl",
-        "set_env.sh",
-    ),
-    "an old driver and a large pool": (
-        {"packages": NPU, "ascend": msgspec.structs.replace(DAVINCI, driver="25.2.1")},
-        asks(PoolWish("d", 30 * GIB)),
-        "NPU",
-        State.FAIL,
-        "20 GB",
-        "25.5.0",
-    ),
-    "torch-npu is another": (
-        {"packages": {**NPU, "torch-npu": "2.10.0.post2"}, "ascend": DAVINCI},
-        asks(),
-        "NPU",
-        State.WARN,
-        "2.10.0.post2",
-        "2.10.0.post4",
-    ),
     "hugepages are short": (
         {"hugepages": (HugePages(2 * MIB, 100, 40, {0: 40}),)},
         asks(POOL),

@@ -143,18 +143,6 @@ def test_nodes_and_cards(tmp_path: Path) -> None:
     ]
 
 
-def test_an_npu_and_its_software(tmp_path: Path) -> None:
-    files = {"dev/davinci0": "", "dev/davinci11": "", "dev/davinci_manager": "", "dev/davinci_x": ""}
-    home = "usr/local/Ascend/"
-    files |= {
-        home + "driver/version.info": "Version=25.5.1\nx=1\n",
-        home + "ascend-toolkit/latest/lib64/libascendcl.so": "",
-    }
-    ascend = facts_of(tmp_path, files).ascend
-    assert (ascend.devices, ascend.manager, ascend.driver) == (("davinci0", "davinci11"), True, "25.5.1")
-    assert ascend.acl.endswith("libascendcl.so")
-
-
 def test_listeners_of_both_families_with_their_processes(tmp_path: Path) -> None:
     heading = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
     four = "   0: 0100007F:1C20 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 111 1 0 100\n"

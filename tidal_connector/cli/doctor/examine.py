@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from tidal_connector.cli.doctor import check_cluster, check_machine, check_memory, check_network, check_software
+from tidal_connector.cli.doctor import (
+    check_cluster,
+    check_machine,
+    check_memory,
+    check_network,
+    check_npu,
+    check_software,
+)
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import Finding, State
 from tidal_connector.cli.doctor.wishes import Wishes
@@ -19,7 +26,7 @@ CHECKS: tuple[Check, ...] = (
     check_software.check_vllm,
     check_software.check_mooncake,
     check_software.check_native,
-    check_software.check_npu,
+    check_npu.check_npu,
     check_memory.check_hugepages,
     check_memory.check_memory,
     check_memory.check_memlock,

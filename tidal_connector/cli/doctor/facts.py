@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tidal_connector.cli.doctor.npu_facts import Ascend
 from tidal_connector.registry.members import Members
 
 
@@ -104,22 +105,6 @@ class Clock(msgspec.Struct, frozen=True):
     source: str
 
 
-class Ascend(msgspec.Struct, frozen=True):
-    """What there is of an NPU.
-
-    Attributes:
-        devices: names such as ``davinci0``.
-        manager: whether ``davinci_manager`` is there, without which no process opens a device.
-        acl: path of libascendcl.so; empty: not found.
-        driver: version of the driver; empty: not found.
-    """
-
-    devices: tuple[str, ...] = ()
-    manager: bool = False
-    acl: str = ""
-    driver: str = ""
-
-
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
     """What came of asking the registry.
 
@@ -161,6 +146,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         python: its version.
         packages: versions of the installed distributions that matter, by name.
         imports: what importing a module said, by module; empty text: it can be imported.
+        kernel: its version, as (6, 1); None: unknown.
         hugepages: by size.
         huge_users: processes that hold hugepages, the largest first.
         mounts: paths of hugetlbfs that settings name, by path.
@@ -184,6 +170,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     python: tuple[int, int, int]
     packages: Mapping[str, str] = {}
     imports: Mapping[str, str] = {}
+    kernel: tuple[int, int] | None = None
     hugepages: tuple[HugePages, ...] = ()
     huge_users: tuple[HugeUser, ...] = ()
     mounts: Mapping[str, HugeMount] = {}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 from tidal_connector.cli.doctor.clock import read_clock
-from tidal_connector.cli.doctor.facts import Ascend, Facts, HugeMount, HugePages, HugeUser, NumaNode, RdmaDevice
+from tidal_connector.cli.doctor.facts import Facts, HugeMount, HugePages, HugeUser, NumaNode, RdmaDevice
+from tidal_connector.cli.doctor.gather_npu import NPU_IMPORTS, read_ascend
 from tidal_connector.cli.doctor.sockets import command_of, listeners
 from tidal_connector.cli.doctor.wishes import Wishes
 from tidal_connector.config import child_environment
@@ -50,11 +52,14 @@ def gather(root: Path, wishes: Wishes) -> Facts:
         wishes: whose paths are looked at.
     """
     machine = Machine(root)
-    limits = _limits(root)
+    limits, packages = _limits(root), _packages()
+    ascend = read_ascend(root, child_environment(), _folder_of("vllm_ascend"))
+    imports = {**IMPORTS, **(NPU_IMPORTS if ascend.devices or "vllm-ascend" in packages else {})}
     return Facts(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
-        packages=_packages(),
-        imports={name: _import(code) for name, code in IMPORTS.items()},
+        packages=packages,
+        imports={name: _import(code) for name, code in imports.items()},
+        kernel=machine.kernel(),
         hugepages=_hugepages(root, machine),
         huge_users=_huge_users(root),
         mounts={path: _mount(machine, path) for pool in wishes.pools if (path := pool.path)},
@@ -69,7 +74,7 @@ def gather(root: Path, wishes: Wishes) -> Facts:
         container=_container(root),
         nodes=tuple(_node(root, number) for number in machine.nodes()),
         rdma=_rdma(root),
-        ascend=_ascend(root),
+        ascend=ascend,
         sysctl={name: _text(root / "proc/sys" / name.replace(".", "/")) for name in SYSCTLS},
         listeners=tuple(listeners(root)),
         clock=read_clock(root),
@@ -84,6 +89,12 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _folder_of(package: str) -> Path | None:
+    """Return a package's folder without importing it, wherever it is installed from; None: it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def _import(code: str) -> str:
@@ -213,15 +224,6 @@ def _rdma(root: Path) -> tuple[RdmaDevice, ...]:
         node = _text(path / "device/numa_node")
         found.append(RdmaDevice(path.name, states, layers, int(node) if re.fullmatch(r"-?\d+", node) else -1))
     return tuple(found)
-
-
-def _ascend(root: Path) -> Ascend:
-    home = root / "usr/local/Ascend"
-    libraries = [*home.glob("*/lib64/libascendcl.so"), *home.glob("*/*/lib64/libascendcl.so")]
-    version = re.search(r"(?m)^Version=(\S+)", _text(home / "driver/version.info"))
-    devices = tuple(sorted(path.name for path in (root / "dev").glob("davinci[0-9]*")))
-    manager = (root / "dev/davinci_manager").exists()
-    return Ascend(devices, manager, str(libraries[0]) if libraries else "", version[1] if version else "")
 
 
 def _meminfo(root: Path, name: str) -> int | None:

@@ -23,7 +23,7 @@ from tidal_connector.cli.registry_options import registry_of
 from tidal_connector.cluster.agent_settings import read_agent_config
 from tidal_connector.cluster.serving import read_serve_config
 from tidal_connector.cluster.spec import filled, names_of, read_spec
-from tidal_connector.config import Offload, PageKind, Protocol, TidalConfig, load_config
+from tidal_connector.config import DeviceAccess, Offload, PageKind, Protocol, TidalConfig, load_config
 from tidal_connector.errors import ConfigError
 from tidal_connector.ids import Role
 from tidal_connector.proxy.settings import check_config, read_config
@@ -33,13 +33,14 @@ from tidal_connector.tables import read_toml
 
 
 class PoolWish(msgspec.Struct, frozen=True):
-    """A host pool: which file asks for it, its bytes, and kind of pages, path and NUMA node, where these are set."""
+    """A host pool: which file asks for it, its bytes, pages, path and NUMA node, where set, and how NPUs reach it."""
 
     file: str
     bytes: int
     pages: PageKind | None = None
     path: str | None = None
     node: int | None = None
+    register: DeviceAccess = DeviceAccess.AUTO
 
 
 class PortWish(msgspec.Struct, frozen=True):
@@ -208,7 +209,7 @@ def _pools(file: str, tidal: TidalConfig, given: Mapping[str, Any], engines: int
     if tidal.offload is Offload.OFF or (tidal.offload is Offload.AUTO and "pool" not in given):
         return ()
     pool = tidal.pool
-    return (PoolWish(file, pool.size, pool.pages, pool.path, pool.numa),) * engines
+    return (PoolWish(file, pool.size, pool.pages, pool.path, pool.numa, pool.register),) * engines
 
 
 def _proxy(path: Path) -> Wishes:
