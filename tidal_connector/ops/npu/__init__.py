@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of a decode step on an accelerator: torch tensors in, torch tensors out, nothing read by the host.
+
+Everything here runs on tensors of any device, so that the code that serves an NPU is tested on the CPU; only what
+calls CANN (``aclnn``), torch_npu (``alias``, ``stream``) or a side stream differs. Needs torch, and is therefore not
+imported by ``tidal_connector.ops``: import the modules by name.
+
+``state``     what the slots hold, and the fixed buffers of a step
+``resolve``   selected positions -> slots, and the rows to fetch; exact LRU, as ``ops.resolve`` defines it
+``library``   ``torch.ops.tidal.*``: the two AscendC operators for torch, with CPU and fake implementations
+``aclnn``     the two-phase calls of CANN's operator libraries through ctypes
+``rows``      rows into a paged cache
+``alias``     a tensor over the device's alias of host memory
+``stream``    the side stream and its events
+"""
