@@ -76,7 +76,9 @@ def test_fr_30_host_ids_address_the_host_and_device_ids_the_device() -> None:
         pusher = Pusher(layout(), here.placement, plane, Counters(), 4096)
         identity = Identity(EngineId("decode-0"), Incarnation("d"))
         peer = Peer(identity, target.endpoint(), 1.0, there.placement)
-        pusher.push(peer, reserve((1,), (6,), 0, 16), [DevicePageId(0)], Part(1, 0, 0, 16, 16))
+        target_rank = pusher.target(peer)
+        assert target_rank is not None
+        pusher.push(target_rank, reserve((1,), (6,), 0, 16), [DevicePageId(0)], Part(1, 0, 0, 16, 16))
         while not plane.poll():
             pass
     latents, index = there.arrays[0], there.arrays[1]
@@ -88,5 +90,7 @@ def test_fr_30_host_ids_address_the_host_and_device_ids_the_device() -> None:
 
 def test_pages_that_do_not_cover_the_rows_are_an_error(pusher: Pusher) -> None:
     peer = Peer(Identity(EngineId("d"), Incarnation("d")), "loopback:9", 1.0, THERE.placement)
+    target = pusher.target(peer)
+    assert target is not None
     with pytest.raises(LayoutMismatch, match="beyond the pages"):
-        pusher.push(peer, GOOD, [DevicePageId(0)], Part(1, 0, 0, 40, 40))
+        pusher.push(target, GOOD, [DevicePageId(0)], Part(1, 0, 0, 40, 40))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tidal_connector.control.messages import About, Hello, Identity, Welcome
+from tidal_connector.control.shares import SHARE_RULE
 from tidal_connector.errors import LayoutMismatch, ProtocolError
 from tidal_connector.ids import EngineId
 from tidal_connector.layout import KVLayout, Placement
@@ -40,6 +41,7 @@ class Local(msgspec.Struct, frozen=True):
         endpoint: what the transfer plane of a peer needs to reach it.
         lease_s: seconds of silence after which we take a peer for lost.
         capacity: how much this worker serves at once.
+        siblings: control addresses of all ranks of this engine, in their order; empty where it has one.
     """
 
     identity: Identity
@@ -48,6 +50,7 @@ class Local(msgspec.Struct, frozen=True):
     endpoint: str
     lease_s: float
     capacity: Capacity = UNKNOWN
+    siblings: tuple[str, ...] = ()
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -58,12 +61,14 @@ class Peer(msgspec.Struct, frozen=True):
         endpoint: its transfer plane.
         lease_s: the shorter of both sides' leases.
         placement: where its KV is; None for a peer that never receives from us.
+        siblings: control addresses of all ranks of its engine, where we called it.
     """
 
     identity: Identity
     endpoint: str
     lease_s: float
     placement: Placement | None = None
+    siblings: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:
@@ -73,7 +78,8 @@ class Peer(msgspec.Struct, frozen=True):
 
 def hello(local: Local, expects: EngineId, door: str = "") -> Hello:
     """Introduce this worker to the engine that it expects at an address, and name the door that is kept for it."""
-    return Hello(local.identity, expects, local.layout, local.placement, door or local.endpoint, local.lease_s)
+    endpoint = door or local.endpoint
+    return Hello(local.identity, expects, local.layout, local.placement, endpoint, local.lease_s, SHARE_RULE)
 
 
 def about(local: Local, *, sends: bool, receives: bool) -> About:
@@ -105,6 +111,7 @@ def answer(local: Local, heard: Hello) -> tuple[Welcome, Peer]:
             f"engine {heard.expects!r} was looked for, engine {mine.engine!r} is here: correct its address"
         )
     _check_identity(heard.identity)
+    _check_shares(mine, heard.identity, heard.shares)
     if heard.identity.incarnation == mine.incarnation:
         raise ProtocolError(f"engine {mine.engine!r} called itself: correct the address of the engine")
     if heard.layout.fingerprint() != local.layout.fingerprint():
@@ -114,7 +121,8 @@ def answer(local: Local, heard: Hello) -> tuple[Welcome, Peer]:
         )
     heard.placement.check(heard.layout)
     lease_s = min(local.lease_s, heard.lease_s)
-    welcome = Welcome(mine, local.layout.fingerprint(), local.endpoint, lease_s)
+    fingerprint = local.layout.fingerprint()
+    welcome = Welcome(mine, fingerprint, local.endpoint, lease_s, SHARE_RULE, local.siblings)
     return welcome, Peer(heard.identity, heard.endpoint, lease_s, heard.placement)
 
 
@@ -130,10 +138,24 @@ def check_welcome(local: Local, expects: EngineId, heard: Welcome) -> Peer:
             f"engine {expects!r} was looked for, engine {heard.identity.engine!r} answered: correct the address"
         )
     _check_identity(heard.identity)
+    _check_shares(local.identity, heard.identity, heard.shares)
+    if heard.identity.size > 1 and len(heard.siblings) != heard.identity.size:
+        raise ProtocolError(
+            f"engine {expects!r} has {heard.identity.size} ranks and names {len(heard.siblings)} control addresses"
+        )
     mine = local.layout.fingerprint()
     if heard.fingerprint != mine:
         raise LayoutMismatch(f"layout fingerprint {mine} here, {heard.fingerprint} at {expects!r}")
-    return Peer(heard.identity, heard.endpoint, min(local.lease_s, heard.lease_s))
+    return Peer(heard.identity, heard.endpoint, min(local.lease_s, heard.lease_s), siblings=heard.siblings)
+
+
+def _check_shares(mine: Identity, theirs: Identity, rule: int) -> None:
+    """Engines of one rank each need no rule; all others must divide the rows alike, or rows would be missing."""
+    if max(mine.size, theirs.size) > 1 and rule != SHARE_RULE:
+        raise ProtocolError(
+            f"engine {mine.engine!r} (here) has {mine.size} ranks and share rule {SHARE_RULE}, {theirs.engine!r} "
+            f"(there) has {theirs.size} and rule {rule}: run the same release on both sides"
+        )
 
 
 def _check_identity(identity: Identity) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from tidal_connector.config import ControlConfig
 from tidal_connector.control.channel import Channel
 from tidal_connector.control.handshake import UNKNOWN, Capacity, Local
@@ -32,6 +34,11 @@ _GRACE_S = 2.0
 _LINGER_S = 0.2
 
 
+def _alone(address: str) -> tuple[str, ...]:
+    """Meet nobody: the engine is one rank."""
+    return (address,)
+
+
 class ControlLoop:
     """Owns the channel and the thread; a context manager.
 
@@ -45,6 +52,8 @@ class ControlLoop:
         sender: the prefill room's party, for workers that send.
         receiver: the decode room's party, for workers that receive.
         capacity: how much this worker serves at once, for whoever inquires.
+        meet: turns this worker's control address into those of all ranks of its engine; called once, before anybody
+            can be answered.
 
     Raises:
         LayoutMismatch: the placement does not fit the layout.
@@ -62,9 +71,11 @@ class ControlLoop:
         sender: Party[Any] | None = None,
         receiver: Party[Any] | None = None,
         capacity: Capacity = UNKNOWN,
+        meet: Callable[[str], tuple[str, ...]] = _alone,
     ) -> None:
         placement.check(layout)
         self._local = Local(identity, layout, placement, plane_endpoint, settings.lease_s, capacity)
+        self._meet = meet
         self._settings = settings
         self._counters = counters
         self._sender = sender
@@ -100,7 +111,12 @@ class ControlLoop:
         """
         channel = self._channel = Channel(self._settings.bind, self._settings.advertise)
         channel.watch(self._bell.fd)
-        board = Switchboard(self._local, channel, self._counters, self._sender, self._receiver)
+        try:
+            local = msgspec.structs.replace(self._local, siblings=self._meet(channel.address))
+        except BaseException:
+            channel.close()
+            raise
+        board = Switchboard(local, channel, self._counters, self._sender, self._receiver)
         for party in self._parties:
             party.attach(board, self._bell.ring)
         self._thread = threading.Thread(target=self._run, args=(channel, board), name="tidal-control", daemon=True)

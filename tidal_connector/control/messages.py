@@ -45,7 +45,10 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """D to P: who I am, whom I expect, how my KV is laid out, where my memory is, and how long silence may last."""
+    """D to P: who I am, whom I expect, how my KV is laid out, where my memory is, and how long silence may last.
+
+    ``shares`` is the rule by which engines of several ranks divide the rows; a release that knows none says nothing.
+    """
 
     identity: Identity
     expects: EngineId
@@ -53,15 +56,22 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     placement: Placement
     endpoint: Name
     lease_s: Seconds
+    shares: Count = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """P to D: who I am; our layouts agree; the shorter of our two leases holds for both."""
+    """P to D: who I am; our layouts agree; the shorter of our two leases holds for both.
+
+    ``siblings`` are the control addresses of all ranks of my engine, mine among them, so that D can call the others;
+    ``shares`` as in :class:`Hello`. Both are empty in an answer of a release that knows one rank only.
+    """
 
     identity: Identity
     fingerprint: Name
     endpoint: Name
     lease_s: Seconds
+    shares: Count = 0
+    siblings: tuple[Name, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

@@ -9,7 +9,7 @@ import msgspec
 
 from tidal_connector.control.messages import Reserve
 from tidal_connector.control.party import NEVER, SessionKey
-from tidal_connector.decode.reservations import Receive
+from tidal_connector.decode.reservations import Phase, Receive, over
 from tidal_connector.errors import ProtocolError
 from tidal_connector.ids import RequestId, TransferId
 from tidal_connector.layout import Home, Placement
@@ -35,31 +35,59 @@ class ReceiveOutcome(msgspec.Struct, frozen=True):
     end: int
 
 
-class Record:
-    """A reservation with what the machine need not know of it."""
+class Leg:
+    """A reservation with one rank of P: its machine, and what the machine need not know."""
 
-    __slots__ = ("door", "host", "look_at", "receive", "request", "reserve", "session")
+    __slots__ = ("door", "host", "look_at", "rank", "receive", "session")
 
-    def __init__(self, receive: Receive, request: RequestId, reserve: Reserve, session: SessionKey) -> None:
+    def __init__(self, receive: Receive, rank: int, session: SessionKey) -> None:
         self.receive = receive
-        self.request = request
-        self.reserve = reserve
+        self.rank = rank
         self.session = session
         self.host = ""  # of P's transfer plane, once known
         self.door = ""  # that P wrote through, once P is lost and it is being shut
         self.look_at = NEVER
 
 
-class Declined:
-    """A transfer that P has to be told of, though it was never reserved."""
+class Record:
+    """A reservation: a leg to each rank of P. Until the first of them answers, nobody knows how many there are.
 
-    __slots__ = ("reason", "retry_at", "session", "until")
+    It is whole when every leg is ready. When one leg fails, the others are given up; each ends by its own rules, and
+    the pages are free when the last one has ended.
+    """
 
-    def __init__(self, session: SessionKey, reason: str, now: float, until: float) -> None:
-        self.session = session
-        self.reason = reason
-        self.retry_at = now
-        self.until = until
+    __slots__ = ("failure", "legs", "request", "reserve")
+
+    def __init__(self, request: RequestId, reserve: Reserve, first: Leg) -> None:
+        self.request = request
+        self.reserve = reserve
+        self.legs = [first]
+        self.failure = ""  # why it does not go well, by the first leg that says so
+
+    def leg(self, session: SessionKey, generation: int) -> Leg | None:
+        """Return the leg that a session's word of a generation is about."""
+        if self.reserve.generation != generation:
+            return None
+        return next((leg for leg in self.legs if leg.session == session), None)
+
+    @property
+    def over(self) -> bool:
+        """vLLM may have the pages back."""
+        return all(over(leg.receive) for leg in self.legs)
+
+    @property
+    def ok(self) -> bool:
+        """Every rank has delivered its share."""
+        return all(leg.receive.phase is Phase.READY for leg in self.legs)
+
+    @property
+    def landed(self) -> int:
+        """Bytes that the ranks reported, together."""
+        return sum(leg.receive.landed for leg in self.legs)
+
+    def named(self, leg: Leg, reason: str) -> str:
+        """Return a reason with the rank of P that it comes from, where there are several."""
+        return reason if len(self.legs) == 1 else f"rank {leg.rank} of prefill: {reason}"
 
 
 def check_pages(

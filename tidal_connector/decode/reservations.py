@@ -47,7 +47,7 @@ class Receive(msgspec.Struct, frozen=True):
 
     Attributes:
         transfer, generation: which.
-        wanted: bytes that P must deliver, by our own layout.
+        wanted: bytes that this rank of P must deliver, by our own layout.
         timers: bounds.
         deliver_by: end of all patience.
         phase: state.
@@ -76,7 +76,9 @@ class Receive(msgspec.Struct, frozen=True):
 
 
 class SessionUp(msgspec.Struct, frozen=True):
-    """P can be spoken to."""
+    """P can be spoken to; ``wanted`` are the bytes that are its rank's to deliver, None where it delivers all."""
+
+    wanted: int | None = None
 
 
 class SessionLost(msgspec.Struct, frozen=True):
@@ -157,7 +159,7 @@ def step(receive: Receive, event: Event, now: float) -> Step:
         return receive, []
     match event:
         case SessionUp():
-            return _session_up(receive, now)
+            return _session_up(receive, event, now)
         case SessionLost():
             return _session_lost(receive, event.reason, now)
         case Heard():
@@ -170,10 +172,11 @@ def step(receive: Receive, event: Event, now: float) -> Step:
             return _tick(receive, event, now)
 
 
-def _session_up(receive: Receive, now: float) -> Step:
+def _session_up(receive: Receive, event: SessionUp, now: float) -> Step:
     if receive.phase is not Phase.CALLING:
         return receive, []
-    sent = msgspec.structs.replace(receive, phase=Phase.RESERVED, retry_at=now + receive.timers.retry_s)
+    wanted = receive.wanted if event.wanted is None else event.wanted
+    sent = msgspec.structs.replace(receive, phase=Phase.RESERVED, retry_at=now + receive.timers.retry_s, wanted=wanted)
     return sent, [Effect.RESERVE]
 
 

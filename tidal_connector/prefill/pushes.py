@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tidal_connector.control.handshake import Peer
 from tidal_connector.control.messages import Reserve
+from tidal_connector.control.shares import Ranks, share
 from tidal_connector.errors import LayoutMismatch, ProtocolError
 from tidal_connector.ids import DevicePageId
 from tidal_connector.layout import Home, KVLayout, Placement, Region
@@ -20,17 +23,54 @@ from tidal_connector.transfer.plane import Ticket, TransferPlane
 from tidal_connector.transfer.runs import Run, plan_runs
 
 
+class Target(msgspec.Struct, frozen=True):
+    """A rank of D, and what this rank of P writes there.
+
+    Attributes:
+        rank, size: which rank of the decode engine, of how many.
+        endpoint: its transfer plane.
+        placement: where its KV is.
+        writes: for each region, whether it is this rank's to write.
+        row_bytes: bytes of one token that are written in each layer, in layer order.
+    """
+
+    rank: int
+    size: int
+    endpoint: str
+    placement: Placement
+    writes: tuple[bool, ...]
+    row_bytes: tuple[int, ...]
+
+
 class Pusher:
     """Knows where each layer's rows are, here and there.
+
+    Args:
+        layout: what our KV is.
+        placement: where it is.
+        plane: carries the bytes.
+        counters: what is counted.
+        descriptor_bytes: the plane's largest descriptor.
+        rank: which rank of this engine pushes.
+        size: of how many, all of which hold the same rows.
 
     Attributes:
         row_bytes: bytes of one token in each layer, all its regions together, in layer order.
     """
 
     def __init__(
-        self, layout: KVLayout, placement: Placement, plane: TransferPlane, counters: Counters, descriptor_bytes: int
+        self,
+        layout: KVLayout,
+        placement: Placement,
+        plane: TransferPlane,
+        counters: Counters,
+        descriptor_bytes: int,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         placement.check(layout)
+        self._rank = rank
+        self._size = size
         self._plane = plane
         self._counters = counters
         self._descriptor_bytes = descriptor_bytes
@@ -40,9 +80,19 @@ class Pusher:
         self._indices = [
             [index for index, region in enumerate(placement.regions) if region.layer == layer] for layer in layers
         ]
-        self.row_bytes = tuple(
-            sum(placement.regions[index].row_bytes for index in indices) for indices in self._indices
-        )
+        self.row_bytes = self._row_bytes((True,) * len(placement.regions))
+
+    def _row_bytes(self, writes: Sequence[bool]) -> tuple[int, ...]:
+        regions = self._placement.regions
+        return tuple(sum(regions[index].row_bytes for index in indices if writes[index]) for indices in self._indices)
+
+    def target(self, peer: Peer) -> Target | None:
+        """Work out what is ours to write for a rank of D; None for a peer that did not say where its KV is."""
+        who, placement = peer.identity, peer.placement
+        if placement is None:
+            return None
+        writes = share(placement.regions, Ranks(self._rank, self._size, who.rank, who.size))
+        return Target(who.rank, who.size, peer.endpoint, placement, writes, self._row_bytes(writes))
 
     def positions(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Turn decoder layers into positions in ``row_bytes``.
@@ -81,20 +131,21 @@ class Pusher:
             if len(set(pages)) != len(pages):
                 raise ProtocolError(f"{name}: a page is named twice")
 
-    def push(self, peer: Peer, reserve: Reserve, pages: Sequence[DevicePageId], part: Part) -> Ticket:
-        """Hand the rows of a part to the plane.
+    def push(self, target: Target, reserve: Reserve, pages: Sequence[DevicePageId], part: Part) -> Ticket:
+        """Hand those rows of a part that are ours to write to the plane.
 
         Raises:
             LayoutMismatch: pages do not cover the part.
             TransferFailed: the plane refuses.
         """
-        assert peer.placement is not None
         runs: list[Run] = []
         for index in self._indices[part.layer]:
-            here, there = self._placement.regions[index], peer.placement.regions[index]
+            if not target.writes[index]:
+                continue
+            here, there = self._placement.regions[index], target.placement.regions[index]
             start = reserve.first // there.page_tokens * there.page_tokens
             runs += plan_runs(here, there, pages, _pages_of(reserve, there), part.first, part.end, start)
-        ticket = self._plane.submit(peer.endpoint, runs)
+        ticket = self._plane.submit(target.endpoint, runs)
         self._counters.add("descriptors_submitted", sum(-(-run.length // self._descriptor_bytes) for run in runs))
         return ticket
 

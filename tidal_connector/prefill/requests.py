@@ -114,6 +114,8 @@ def _reserved(send: Send, event: Reserved, now: float) -> Step:
     if send.reserve is not None and not (same and send.reserve.generation == reserve.generation):
         taken = f"transfer {send.transfer!r} is reserved by generation {send.reserve.generation} already"
         return send, [Tell(event.session, Failed(send.transfer, reserve.generation, taken, True))]
+    if send.phase in (Phase.NEW, Phase.OPEN) and event.row_bytes is not None:
+        send = msgspec.structs.replace(send, row_bytes=event.row_bytes)
     if send.phase is Phase.NEW:
         send = msgspec.structs.replace(
             send, phase=Phase.PARKED, session=event.session, reserve=reserve, timer=now + event.park_s
@@ -198,7 +200,9 @@ def _feed(send: Send, now: float) -> Step:
         return _end(send, f"decode lacks tokens [{first}, {end}), prefill wrote only {written} of them", now, tell=True)
     submitted, parts, made = list(send.submitted), list(send.parts), send.parts_made
     effects: list[Effect] = []
-    for layer, ready in enumerate(send.ready):
+    mine = [layer for layer, size in enumerate(send.row_bytes) if size]  # the others are other ranks' to send
+    for layer in mine:
+        ready = send.ready[layer]
         todo = minus(clip(ready, first, end), submitted[layer])
         for part in send.parts:
             if part.layer == layer:  # two writes of one row must not race: a void one ends first
@@ -213,7 +217,7 @@ def _feed(send: Send, now: float) -> Step:
     send = msgspec.structs.replace(
         send, submitted=tuple(submitted), parts=tuple(parts), parts_made=made, moved_at=moved_at
     )
-    missing = sum(end - first - count(ranges) for ranges in submitted)
+    missing = sum(end - first - count(submitted[layer]) for layer in mine)
     if parts or missing:
         return send, effects
     word = Landed(send.transfer, reserve.generation, send.landed)

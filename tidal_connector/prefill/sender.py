@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from tidal_connector.config import ControlConfig
 from tidal_connector.control.handshake import Peer
-from tidal_connector.control.messages import Abort, Failed, Notice, Pair, Reserve
+from tidal_connector.control.messages import Abort, Aborted, Failed, Notice, Pair, Reserve
 from tidal_connector.control.party import Party, SessionKey
 from tidal_connector.errors import ProtocolError, TidalError
 from tidal_connector.ids import DevicePageId, RequestId, TransferId
@@ -50,6 +50,8 @@ class Sender(Party[SendOutcome]):
         counters: what is counted.
         settings: timers.
         descriptor_bytes: the plane's largest descriptor, for counting them.
+        rank: which rank of this engine this is.
+        size: of how many; each holds all rows and sends its share.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class Sender(Party[SendOutcome]):
         counters: Counters,
         settings: ControlConfig,
         descriptor_bytes: int = 4 << 20,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         super().__init__(counters)
         self._plane = plane
-        self._pusher = Pusher(layout, placement, plane, counters, descriptor_bytes)
+        self._pusher = Pusher(layout, placement, plane, counters, descriptor_bytes, rank, size)
         self._settings = settings
         self._ledger = Ledger(self._pusher, plane, counters, self._tell, self._report)
         self._doubles: dict[RequestId, TransferId] = {}  # requests whose transfer id another request owns
@@ -153,14 +157,17 @@ class Sender(Party[SendOutcome]):
         return due
 
     def up(self, key: SessionKey, peer: Peer, now: float) -> None:
-        """D called."""
-        self._ledger.peers[key] = peer
+        """A rank of D called."""
+        target = self._pusher.target(peer)
+        if target is not None:
+            self._ledger.peers[key] = target
 
     def lost(self, key: SessionKey, reason: str, now: float) -> None:
         """D is gone: feed it nothing more, and forget what waits for it."""
         for record in list(self._ledger.records.values()):
-            if record.send.session == key:
-                self._ledger.step(record, sends.PeerLost(reason), now)
+            for index, send in enumerate(record.sends):
+                if send.session == key:
+                    self._ledger.step(record, index, sends.PeerLost(reason), now)
         peer = self._ledger.peers.pop(key, None)
         self._ledger.moved.pop(key, None)
         if peer is not None and all(other.endpoint != peer.endpoint for other in self._ledger.peers.values()):
@@ -172,21 +179,16 @@ class Sender(Party[SendOutcome]):
             self._reserve(key, notice, now)
         elif isinstance(notice, Abort):
             self.counters.add("aborts_received")
-            record = self._ledger.record(notice.transfer)
-            before = record.send
-            self._ledger.step(record, sends.AbortAsked(key, notice), now)
-            if record.send == before and before.phase is not Phase.DRAINING and before.phase is not Phase.GONE:
-                self.counters.add("notices_stale")
+            self._abort_asked(key, notice, now)
 
     def beat(self, key: SessionKey, pairs: tuple[Pair, ...], now: float) -> None:
         """Answer for the transfers that D believes live and that are over or unknown here."""
+        live = set(self.live(key))
         for transfer, generation in pairs:
-            record = self._ledger.records.get(transfer)
-            if record is not None and record.send.phase is not Phase.GONE:
-                reserve = record.send.reserve
-                if record.send.session == key and reserve is not None and reserve.generation == generation:
-                    continue
-            over = self._ledger.over(transfer)
+            if (transfer, generation) in live:
+                continue
+            target = self._ledger.peers.get(key)
+            over = self._ledger.over(transfer, target.rank if target is not None else 0)
             if over is not None:
                 self.link.tell(key, machine.repeat(over, key, generation))
             else:
@@ -195,7 +197,7 @@ class Sender(Party[SendOutcome]):
 
     def live(self, key: SessionKey) -> tuple[Pair, ...]:
         """Name D's reservations that are not over."""
-        sends = (record.send for record in self._ledger.records.values())
+        sends = (send for record in self._ledger.records.values() for send in record.sends)
         return tuple(
             (send.transfer, send.reserve.generation)
             for send in sends
@@ -210,22 +212,22 @@ class Sender(Party[SendOutcome]):
         """Fail one transfer."""
         record = self._ledger.records.get(transfer)
         if record is not None:
-            self._ledger.step(record, sends.Withdrawn(reason), now)
+            self._ledger.step_all(record, sends.Withdrawn(reason), now)
 
     def stopping(self, reason: str, now: float) -> None:
         """End every transfer."""
         for record in list(self._ledger.records.values()):
-            self._ledger.step(record, sends.Withdrawn(reason), now)
+            self._ledger.step_all(record, sends.Withdrawn(reason), now)
 
     def busy(self) -> bool:
         """Say whether anything is not over."""
-        return any(record.send.phase is not Phase.GONE for record in self._ledger.records.values())
+        return any(not record.over for record in self._ledger.records.values())
 
     def gauges(self) -> Mapping[str, float]:
         """Transfers that are not over, and pages that vLLM waits for."""
         records = self._ledger.records.values()
         return {
-            "transfers_in_flight": sum(record.send.phase is not Phase.GONE for record in records),
+            "transfers_in_flight": sum(not record.over for record in records),
             "pages_held": sum(len(record.pages) for record in records if record.ended),
         }
 
@@ -242,7 +244,7 @@ class Sender(Party[SendOutcome]):
         record.request = request
         record.hold_s = hold_s
         self._ledger.requests[request] = transfer
-        self._ledger.step(record, sends.Opened(prompt), now)
+        self._ledger.step_all(record, sends.Opened(prompt), now)
 
     def _set_pages(self, request: RequestId, pages: tuple[DevicePageId, ...]) -> None:
         record = self._ledger.by_request(request)
@@ -257,7 +259,7 @@ class Sender(Party[SendOutcome]):
         record = self._ledger.by_request(request)
         if record is not None:
             record.done_at = at
-            self._ledger.step(record, sends.PrefillDone(at + record.hold_s), now)
+            self._ledger.step_all(record, sends.PrefillDone(at + record.hold_s), now)
 
     def _finish(self, request: RequestId, total: int, now: float) -> None:
         if self._doubled(request):
@@ -267,7 +269,7 @@ class Sender(Party[SendOutcome]):
             return
         record.ended = True
         # A request that computed nothing (all of it cached) may end without a prefill of its own.
-        self._ledger.step(record, sends.Sealed(now + record.hold_s), now)
+        self._ledger.step_all(record, sends.Sealed(now + record.hold_s), now)
 
     def _abort(self, request: RequestId, reason: str, now: float) -> None:
         if self._doubled(request):
@@ -275,12 +277,12 @@ class Sender(Party[SendOutcome]):
         record = self._ledger.by_request(request)
         if record is not None:
             record.ended = True
-            self._ledger.step(record, sends.Withdrawn(reason), now)
+            self._ledger.step_all(record, sends.Withdrawn(reason), now)
 
     def _reject(self, transfer: TransferId, reason: str, now: float) -> None:
         record = self._ledger.record(transfer)
         if record.request is None:
-            self._ledger.step(record, sends.Withdrawn(reason), now)
+            self._ledger.step_all(record, sends.Withdrawn(reason), now)
 
     def _doubled(self, request: RequestId) -> bool:
         transfer = self._doubles.pop(request, None)
@@ -293,7 +295,7 @@ class Sender(Party[SendOutcome]):
     def _of(self, request: RequestId, event: Event, now: float) -> None:
         record = self._ledger.by_request(request)
         if record is not None:
-            self._ledger.step(record, event, now)
+            self._ledger.step_all(record, event, now)
 
     def _blame(self, request: RequestId) -> _Blame:
         return _Blame(self, request)
@@ -301,19 +303,34 @@ class Sender(Party[SendOutcome]):
     # --- control thread: machines
 
     def _reserve(self, key: SessionKey, reserve: Reserve, now: float) -> None:
-        peer = self._ledger.peers.get(key)
+        target = self._ledger.peers.get(key)
         try:
-            if peer is None or peer.placement is None:
+            if target is None:
                 raise ProtocolError("no placement is known of the peer that reserves")
-            self._pusher.check(reserve, peer.placement)
+            self._pusher.check(reserve, target.placement)
+            record, index = self._ledger.meet(reserve.transfer, target, now)
         except TidalError as error:
             self.counters.add("messages_refused")
             logger.warning("transfer %s: reservation refused: %s", reserve.transfer, error)
             self.link.tell(key, Failed(reserve.transfer, reserve.generation, str(error), True))
             return
-        self._ledger.step(
-            self._ledger.record(reserve.transfer), sends.Reserved(key, reserve, self._settings.park_s), now
-        )
+        event = sends.Reserved(key, reserve, self._settings.park_s, target.row_bytes)
+        self._ledger.step(record, index, event, now)
+
+    def _abort_asked(self, key: SessionKey, abort: Abort, now: float) -> None:
+        target = self._ledger.peers.get(key)
+        try:
+            if target is None:
+                raise ProtocolError("no placement is known of the peer that gives up")
+            record, index = self._ledger.meet(abort.transfer, target, now)
+        except ProtocolError as error:
+            self.counters.add("notices_stale")
+            self.link.tell(key, Aborted(abort.transfer, abort.generation, str(error), True))
+            return
+        before = record.sends[index]
+        self._ledger.step(record, index, sends.AbortAsked(key, abort), now)
+        if record.sends[index] == before and before.phase is not Phase.DRAINING and before.phase is not Phase.GONE:
+            self.counters.add("notices_stale")
 
     def _tell(self, key: SessionKey, notice: Notice) -> None:
         if isinstance(notice, Abort):

@@ -44,7 +44,8 @@ class Send(msgspec.Struct, frozen=True):
 
     Attributes:
         transfer: its id.
-        row_bytes: bytes of a token in each layer, all its regions together; layers are positions in this tuple.
+        row_bytes: bytes of a token in each layer, over all its regions that this rank writes; layers are positions in
+            this tuple.
         phase: state.
         known: the request was scheduled here.
         session: D's session, once it reserved or declined.
@@ -98,11 +99,15 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """D sent a reservation."""
+    """D sent a reservation.
+
+    ``row_bytes`` are those that this rank writes for that rank of D, 0 for a layer that others write; None: all.
+    """
 
     session: SessionKey
     reserve: Reserve
     park_s: float
+    row_bytes: tuple[int, ...] | None = None
 
 
 class Wrote(msgspec.Struct, frozen=True):
