@@ -61,7 +61,7 @@ def test_applying_twice_is_the_same_as_once() -> None:
 
 
 def test_a_changed_host_is_refused_before_anything_runs() -> None:
-    from tidal_connector.vllm_plugin.cpu.patching import HostChanged, Patch
+    from tidal_connector.vllm_plugin.patching import HostChanged, Patch
 
     def other(self: object, something: int) -> None:
         del self, something
@@ -78,7 +78,7 @@ def test_a_changed_host_is_refused_before_anything_runs() -> None:
 
 
 def test_a_replacement_for_a_block_ends_with_the_block() -> None:
-    from tidal_connector.vllm_plugin.cpu.patching import HostChanged, replaced
+    from tidal_connector.vllm_plugin.patching import HostChanged, replaced
 
     host = SimpleNamespace(value=1)
     with replaced(host, "value", 2):

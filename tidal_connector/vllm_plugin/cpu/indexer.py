@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from tidal_connector.vllm_plugin.cpu import fp8_rows, top_k
 from tidal_connector.vllm_plugin.cpu.gather import gather_rows
 from tidal_connector.vllm_plugin.cpu.metadata import RequestSpan, TidalMLAMetadata
-from tidal_connector.vllm_plugin.cpu.patching import HostChanged
 from tidal_connector.vllm_plugin.cpu.sparse_mla import TidalMLABackend, write_rows
+from tidal_connector.vllm_plugin.patching import HostChanged
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer

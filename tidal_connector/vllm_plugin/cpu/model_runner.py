@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from tidal_connector.log import get_logger
 from tidal_connector.vllm_plugin.cpu import offload
 from tidal_connector.vllm_plugin.cpu.kv_allocation import KvPlacement, allocate
-from tidal_connector.vllm_plugin.cpu.patching import replaced
+from tidal_connector.vllm_plugin.patching import replaced
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

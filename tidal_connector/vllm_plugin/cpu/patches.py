@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tidal_connector.vllm_plugin.cpu import indexer, waiting
-from tidal_connector.vllm_plugin.cpu.patching import Patch
+from tidal_connector.vllm_plugin.patching import Patch
 
 
 def rotary_forward(

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tidal_connector.errors import ConfigError
 from tidal_connector.vllm_plugin import front_door
+from tidal_connector.vllm_plugin.plugins import CONNECTOR
 from tidal_connector.vllm_plugin.translate import EngineFacts, engine_facts
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class TidalCpuPlatform(CpuPlatform):
         offload.adopt_switch(vllm_config)
         offload.resolve(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector == offload.CONNECTOR:
+        if transfer is not None and transfer.kv_connector == CONNECTOR:
             cls._facts = engine_facts(vllm_config)
         if not _served(vllm_config.model_config, vllm_config.attention_config.backend):
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tidal_connector.vllm_plugin.cpu.patching import Patch
+from tidal_connector.vllm_plugin.patching import Patch
 
 SPIN_S = 0.002
 """How long a reader spins before it sleeps. Waking it takes about 0.1 ms, a step of the smallest model several."""

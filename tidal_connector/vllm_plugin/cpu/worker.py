@@ -16,7 +16,7 @@ from tidal_connector.errors import ConfigError
 from tidal_connector.log import configure
 from tidal_connector.vllm_plugin.cpu import offload
 from tidal_connector.vllm_plugin.cpu.model_runner import TidalCpuModelRunner
-from tidal_connector.vllm_plugin.cpu.patching import replaced
+from tidal_connector.vllm_plugin.patching import replaced
 
 
 class TidalCpuWorker(CPUWorker):
