@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only owner of addresses: layer, region kind and page become (address, length).
 
-A *region* is one cache of one layer: its latents or its index keys. A :class:`KVLayout` says what a model's
-regions are (it is what two engines must agree on, by :meth:`KVLayout.fingerprint`); a :class:`Placement`
+A *region* is one cache of one layer: its latents, a part of them, or its index keys. A :class:`KVLayout` says what
+a model's regions are (it is what two engines must agree on, by :meth:`KVLayout.fingerprint`); a :class:`Placement`
 says where one process keeps them (page size, page count and addresses may differ between peers).
 """
 
@@ -19,10 +19,21 @@ LAYOUT_VERSION = 1
 
 
 class RegionKind(enum.StrEnum):
-    """What a region holds."""
+    """What a region holds, in the order in which a layer's regions are listed.
+
+    A host keeps a layer's latents in one region, or their two parts (without and with rope) in one each.
+    """
 
     LATENT = "latent"
+    LATENT_NOPE = "latent-nope"
+    LATENT_ROPE = "latent-rope"
     INDEX = "index"
+    INDEX_SCALE = "index-scale"
+
+    @property
+    def latent(self) -> bool:
+        """Whether it holds latents, or a part of them; otherwise index keys, or their scales."""
+        return self in (RegionKind.LATENT, RegionKind.LATENT_NOPE, RegionKind.LATENT_ROPE)
 
 
 class Home(enum.StrEnum):
@@ -99,6 +110,16 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def row_bytes(self, kind: RegionKind) -> int:
         """Bytes of one token over all regions of a kind."""
         return sum(region.row_bytes for region in self.regions if region.kind is kind)
+
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of one token's latents over all layers, in however many regions they are."""
+        return sum(region.row_bytes for region in self.regions if region.kind.latent)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one token's index keys over all layers, their scales included."""
+        return sum(region.row_bytes for region in self.regions if not region.kind.latent)
 
     def transfer_bytes(self, tokens: int) -> int:
         """Bytes that a hand-over of so many tokens moves: every region's rows, nothing else."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
-from tidal_connector.layout import Region, RegionKind
+from tidal_connector.layout import Region
 from tidal_connector.log import get_logger
 from tidal_connector.vllm_plugin.metadata import Receive
 
@@ -26,7 +26,7 @@ def corrupt_row(regions: Iterable[Region], receive: Receive, element_bytes: int)
     row = receive.sabotage
     if row is None:
         return
-    region = next((r for r in regions if r.kind is RegionKind.LATENT and r.layer == row.layer), None)
+    region = next((r for r in regions if r.kind.latent and r.layer == row.layer), None)
     if region is None or not receive.first <= row.token < receive.end:
         logger.warning(
             "request %s: cannot corrupt layer %d token %d: not received", receive.request, row.layer, row.token
