@@ -382,6 +382,12 @@ def ascend_homes() -> list[tuple[str, str]]:
     return [(name, value) for name in names if (value := os.environ.get(name))]
 
 
+def cann_operator_folders() -> list[str]:
+    """Return the folders in which CANN looks for operator packages, its own last, as the environment names them."""
+    custom = os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(os.pathsep)
+    return [folder for folder in (*custom, os.environ.get("ASCEND_OPP_PATH", "")) if folder]
+
+
 def log_level() -> str | None:
     """Return ``TIDAL_LOG``: a level that overrides ``log.level``.
 
