@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the simulated kernels: the sources of the operators, unchanged or with one planted fault, as a shared library.
+
+Takes a folder for what it makes. Any process; a library that was built before from the same sources is used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+
+OPERATORS = ROOT / "ops_ascendc"
+KERNELS = (
+    Path("gather_selection_kv_cache/op_kernel/gather_selection_kv_cache.cpp"),
+    Path("gather_miss_rows/op_kernel/gather_miss_rows.cpp"),
+)
+HARNESS = Path("harness/tidal_kernels.cpp")
+INCLUDES = (
+    "harness",
+    "sim/include",
+    "common/host",
+    "common/kernel",
+    "gather_selection_kv_cache/op_kernel",
+    "gather_miss_rows/op_kernel",
+)
+# -Wno-unused-parameter: the outputs of an operator that alias its inputs have names and no use
+FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
+RELEASE = ("-O2",)
+QUICK = ("-O0",)
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+COVERED = ("-O0", "--coverage", "-fno-inline")
+
+
+def compiler() -> str:
+    """Return g++; without it nothing here can run."""
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("g++ is not installed")
+    return found
+
+
+def kernel_sources() -> list[Path]:
+    """Return the files that run on a device, from the operators' folder on."""
+    folders = ("common/kernel", *(str(kernel.parent) for kernel in KERNELS))
+    return sorted(
+        path.relative_to(OPERATORS) for folder in folders for path in (OPERATORS / folder).iterdir() if path.is_file()
+    )
+
+
+def build(folder: Path, flags: tuple[str, ...], sources: Path = OPERATORS) -> Path:
+    """Return the library, built with the flags from a copy or the original of the operators' folder.
+
+    Raises:
+        RuntimeError: the compiler refuses a source; its words are the message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    base = [compiler(), *FLAGS, *flags, *(f"-I{sources / include}" for include in INCLUDES)]
+
+    def compiled(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        _run([*base, "-c", str(sources / source), "-o", str(target)], folder)
+        return target
+
+    with ThreadPoolExecutor(2) as workers:
+        objects = list(workers.map(compiled, [*KERNELS, HARNESS]))
+    library = folder / f"libtidal_kernels_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}.so"
+    _run([*base, "-shared", *map(str, objects), "-o", str(library)], folder)
+    return library
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
