@@ -16,6 +16,7 @@ from tidal_connector.config import PageKind, PoolConfig
 from tidal_connector.errors import ConfigError, PoolExhausted
 from tidal_connector.memory import mapping
 from tidal_connector.memory.machine import Machine, Mount
+from tidal_connector.memory.pages import PageSource, PrivatePages
 from tidal_connector.memory.report import GIB, MIB, PAGE_NAMES, RegionReport, size_text
 
 Progress = Callable[[int, int], None]
@@ -29,11 +30,19 @@ _EHWPOISON = 133  # a page with a memory fault; Python has no name for it
 class Builder:
     """Fills one reserved address range from its start, one kind of pages after the other."""
 
-    def __init__(self, length: int, settings: PoolConfig, progress: Progress | None, machine: Machine) -> None:
+    def __init__(
+        self,
+        length: int,
+        settings: PoolConfig,
+        progress: Progress | None,
+        machine: Machine,
+        source: PageSource | None = None,
+    ) -> None:
         self.wanted = length
         self.settings = settings
         self.progress = progress
         self.machine = machine
+        self.source: PageSource = source or PrivatePages()
         self.notes: list[str] = []
         self.shortages: list[str] = []  # hugepages that were not there; no news where other hugepages were
         self.pieces: list[tuple[PageKind, int]] = []
@@ -80,7 +89,7 @@ class Builder:
             case PageKind.HUGE_2M:
                 self._add_hugepages(kind, 2 * MIB)
             case PageKind.TRANSPARENT:
-                if self.machine.transparent():
+                if self.source.transparent(self.machine):
                     self._add_plain(kind)
                 else:
                     self.notes.append("transparent hugepages are switched off")
@@ -129,11 +138,11 @@ class Builder:
         if self.cursor:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.ftruncate(descriptor, size)
-        mapping.place_file(at, size, descriptor)
+        self.source.file(at, size, descriptor)
 
     def _add_hugepages(self, kind: PageKind, page: int) -> None:
         free = self.machine.free_hugepages(page, self.settings.numa)
-        self._fill(kind, page, free, lambda at, size: mapping.place_hugepages(at, size, page))
+        self._fill(kind, page, free, lambda at, size: self.source.hugepages(at, size, page))
 
     def _fill(self, kind: PageKind, page: int, free: int, place: Callable[[int, int], None]) -> None:
         """Take as many pages as can be had: halve the attempt while it is refused, go on while something is left."""
@@ -151,11 +160,11 @@ class Builder:
             except OSError as error:
                 if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EINVAL, errno.EPERM):
                     raise
-                mapping.unmake(at, size)
+                self.source.drop(at, size)
                 attempt //= 2
                 continue
             if populated < size:
-                mapping.unmake(at + populated, size - populated)
+                self.source.drop(at + populated, size - populated)
             self._count(kind, populated)
             had += populated // page
             attempt = min(needed - had, attempt) if populated == size else 0
@@ -172,19 +181,19 @@ class Builder:
             self.notes.append(f"{size_text(size)} on {PAGE_NAMES[kind]} wanted, {size_text(available)} available")
             return
         at = self.base + self.cursor
-        mapping.place_plain(at, size)
+        self.source.plain(at, size)
         advice = constants.MADV_HUGEPAGE if kind is PageKind.TRANSPARENT else constants.MADV_NOHUGEPAGE
         try:
             mapping.advise(at, size, advice)
         except OSError as error:
             if kind is PageKind.TRANSPARENT:
                 self.notes.append(f"transparent hugepages were refused: {error.strerror}")
-                mapping.unmake(at, size)
+                self.source.drop(at, size)
                 return
         self._bind(at, size)
         populated = self._populate(at, size, _SMALL)
         if populated < size:
-            mapping.unmake(at, size)
+            self.source.drop(at, size)
             self.notes.append(
                 f"only {size_text(populated)} of {size_text(size)} on {PAGE_NAMES[kind]} could be faulted in"
             )

@@ -8,17 +8,19 @@ in before the region is handed on (unless told otherwise), so that a page that c
 SIGBUS in the middle of a request. Nothing has a name in a file system afterwards: a killed process leaves nothing.
 
 The range is not inherited by forked children: a copy-on-write fault under a registration would part the process from
-its own transport. One thread builds and closes a region; any may use its memory.
+its own transport. Whoever makes the memory known to a device holds the region meanwhile (:meth:`MemoryRegion.hold`), so
+that it is never unmapped under a registration. One thread builds and closes a region; any may use its memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 from tidal_connector.config import PoolConfig
-from tidal_connector.errors import ConfigError
+from tidal_connector.errors import ConfigError, Conflict, TidalError
 from tidal_connector.log import get_logger
 from tidal_connector.memory import mapping
 from tidal_connector.memory.builder import Builder, Progress
@@ -37,10 +39,15 @@ class MemoryRegion:
         report: what it is made of.
     """
 
-    def __init__(self, address: int, length: int, report: RegionReport) -> None:
+    def __init__(
+        self, address: int, length: int, report: RegionReport, release: Callable[[], None] | None = None
+    ) -> None:
+        """Take over a mapped range; ``release`` gives it back, and where it is None the range is unmapped."""
         self.address = address
         self.length = length
         self.report = report
+        self._release = release or (lambda: mapping.unmap(address, length))
+        self._holds: dict[str, Callable[[], None]] = {}
         owner = (ctypes.c_ubyte * length).from_address(address)
         self._owner = weakref.ref(owner)  # dies with the last view of the memory
         self._buffer = memoryview(owner).cast("B")
@@ -57,17 +64,49 @@ class MemoryRegion:
             raise ValueError("the memory region is closed")
         return self._buffer
 
+    def hold(self, name: str, end: Callable[[], None]) -> None:
+        """Keep the memory mapped until :meth:`drop` is called with the same name.
+
+        Args:
+            name: what the memory is used for, such as ``"registration with NPU 0"``.
+            end: called by :meth:`close` where the hold is still there, the newest first; it ends the use and drops the
+                hold. Where it raises, the mapping stays.
+
+        Raises:
+            ValueError: the region is closed.
+            Conflict: it has a hold of this name.
+        """
+        if not self._open:
+            raise ValueError("the memory region is closed")
+        if name in self._holds:
+            raise Conflict(f"the memory region has a {name} already: close that one first")
+        self._holds[name] = end
+
+    def drop(self, name: str) -> None:
+        """End a hold; nothing happens where there is none of this name."""
+        self._holds.pop(name, None)
+
     def close(self) -> None:
-        """Give the memory back. Idempotent. While a view of the buffer is in use the mapping stays; this is logged."""
+        """Give the memory back. Idempotent. While it is in use the mapping stays; this is logged."""
         if not self._open:
             return
         self._open = False
         with suppress(BufferError):  # a view of this very view
             self._buffer.release()
-        if self._owner() is not None:
-            _log.warning("a view of the pool is in use: its %s stay until this process ends", size_text(self.length))
+        self._end_holds()
+        if self._holds or self._owner() is not None:
+            use = next(iter(self._holds), "view of the pool")
+            _log.warning("a %s is in use: its %s stay until this process ends", use, size_text(self.length))
             return
-        mapping.unmap(self.address, self.length)
+        self._release()
+
+    def _end_holds(self) -> None:
+        for name, end in reversed(list(self._holds.items())):
+            _log.warning("the pool is closed before its %s: that is ended first", name)
+            try:
+                end()
+            except TidalError as error:
+                _log.error("the pool's %s cannot be ended: %s", name, error)
 
     def __enter__(self) -> MemoryRegion:
         return self
