@@ -35,17 +35,32 @@ def layout(weights: str = "w0", layers: int = LAYERS) -> KVLayout:
     return KVLayout("deepseek_v32", tuple(regions), 64, tuple(range(layers)), "yarn", weights, "auto")
 
 
-class Memory:
-    """One worker's caches as numpy arrays: latents at ``home``, index keys on the device."""
+Meet = Callable[[str], tuple[str, ...]]
 
-    def __init__(self, kv: KVLayout, home: Home, page_tokens: int, pages: int, fill: int) -> None:
+
+def _alone(address: str) -> tuple[str, ...]:
+    return (address,)
+
+
+class Memory:
+    """One worker's caches as numpy arrays: latents at ``home``, index keys on the device.
+
+    What is on the host is the same memory for all ranks of an engine: that of ``first``, if there is one.
+    """
+
+    def __init__(
+        self, kv: KVLayout, home: Home, page_tokens: int, pages: int, fill: int, first: Memory | None = None
+    ) -> None:
         self.page_tokens = page_tokens
         self.arrays: list[NDArray[np.uint8]] = []
         regions: list[Region] = []
-        for spec in kv.regions:
-            array = np.full((pages, page_tokens, spec.row_bytes), fill, np.uint8)
-            self.arrays.append(array)
+        for place, spec in enumerate(kv.regions):
             where = home if spec.kind is RegionKind.LATENT else Home.DEVICE
+            if first is not None and where is Home.HOST:
+                array = first.arrays[place]
+            else:
+                array = np.full((pages, page_tokens, spec.row_bytes), fill, np.uint8)
+            self.arrays.append(array)
             stride = page_tokens * spec.row_bytes
             regions.append(
                 Region(spec.kind, spec.layer, spec.row_bytes, where, array.ctypes.data, stride, page_tokens, pages)
@@ -83,6 +98,9 @@ class Prefill:
         settings: ControlConfig = FAST,
         kv: KVLayout | None = None,
         engine: str = "prefill-0",
+        rank: int = 0,
+        size: int = 1,
+        meet: Meet = _alone,
     ) -> None:
         kv = kv or layout()
         self.counters = Counters()
@@ -91,15 +109,18 @@ class Prefill:
         stack.enter_context(self.plane)
         self.memory.register(self.plane)
         placement = self.memory.placement
-        self.sender = Sender(kv, placement, self.plane, self.counters, settings, descriptor_bytes=4096)
+        self.sender = Sender(
+            kv, placement, self.plane, self.counters, settings, descriptor_bytes=4096, rank=rank, size=size
+        )
         self.loop = ControlLoop(
-            Identity(EngineId(engine), new_incarnation()),
+            Identity(EngineId(engine), new_incarnation(), rank, size),
             settings,
             kv,
             placement,
             self.plane.endpoint(),
             self.counters,
             sender=self.sender,
+            meet=meet,
         )
         stack.enter_context(self.loop)
 
@@ -126,24 +147,31 @@ class Decode:
         settings: ControlConfig = FAST,
         kv: KVLayout | None = None,
         engine: str = "decode-0",
+        rank: int = 0,
+        size: int = 1,
+        meet: Meet = _alone,
+        first: Memory | None = None,
     ) -> None:
         kv = kv or layout()
         self.counters = Counters()
-        self.memory = Memory(kv, Home.HOST, page_tokens, pages, 0x7E)
+        self.memory = Memory(kv, Home.HOST, page_tokens, pages, 0x7E, first)
         self.plane = LoopbackPlane(fabric, self._receipts)
         stack.enter_context(self.plane)
         self.memory.register(self.plane)
         placement = self.memory.placement
         assert settings.quarantine_s is not None
-        self.receiver = Receiver(kv, placement, self.plane, self.counters, settings, settings.quarantine_s)
+        self.receiver = Receiver(
+            kv, placement, self.plane, self.counters, settings, settings.quarantine_s, rank=rank, size=size
+        )
         self.loop = ControlLoop(
-            Identity(EngineId(engine), new_incarnation()),
+            Identity(EngineId(engine), new_incarnation(), rank, size),
             settings,
             kv,
             placement,
             self.plane.endpoint(),
             self.counters,
             receiver=self.receiver,
+            meet=meet,
         )
         stack.enter_context(self.loop)
 

@@ -10,8 +10,8 @@ from tests.faults.world import KINDS, Faults, Plan, Step, World
 TROUBLE = [kind for kind in KINDS if kind not in ("reserve", "open")]
 
 
-def scenario(seed: int, trouble: tuple[str, ...] | None = None) -> World:
-    """Return a world; ``trouble`` restricts what happens to it."""
+def scenario(seed: int, trouble: tuple[str, ...] | None = None, ranks: tuple[int, int] = (1, 1)) -> World:
+    """Return a world; ``trouble`` restricts what happens to it, ``ranks`` are those of P and of D."""
     chance = random.Random(seed)
     plans = []
     for _ in range(chance.randint(1, 4)):
@@ -32,4 +32,4 @@ def scenario(seed: int, trouble: tuple[str, ...] | None = None) -> World:
     kinds = TROUBLE if trouble is None else trouble
     for _ in range(chance.randint(0, 4) if kinds else 0):
         steps.append(Step(chance.uniform(0.0, 4.0), chance.choice(kinds), chance.randrange(len(plans))))
-    return World(seed, faults, plans, steps)
+    return World(seed, faults, plans, steps, ranks)

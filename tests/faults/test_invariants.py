@@ -24,6 +24,7 @@ FAULTS = st.builds(
     write_s=st.sampled_from([0.0, 0.1, 0.2]),
     hides_connections=st.booleans(),
 )
+RANKS = [(1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
 TROUBLE = [kind for kind in KINDS if kind not in ("reserve", "open")]
 
 
@@ -34,7 +35,7 @@ def scenarios(draw: st.DrawFn, faults: st.SearchStrategy[Faults] = FAULTS, troub
     steps = [Step(draw(moments), kind, index) for index in range(len(plans)) for kind in ("reserve", "open")]
     extra = st.builds(Step, moments, st.sampled_from(TROUBLE), st.integers(0, len(plans) - 1))
     steps += draw(st.lists(extra, max_size=trouble))
-    return World(draw(st.integers(0, 1 << 30)), draw(faults), plans, steps)
+    return World(draw(st.integers(0, 1 << 30)), draw(faults), plans, steps, draw(st.sampled_from(RANKS)))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.faults.scenarios import scenario
 from tests.faults.world import Violation
-from tidal_connector.control import party, switchboard
+from tidal_connector.control import party, shares, switchboard
 from tidal_connector.control.messages import Abort, Landed
-from tidal_connector.decode import receiver, reservations
+from tidal_connector.decode import receiver, records, reservations
+from tidal_connector.layout import Home
 from tidal_connector.prefill import ledger, pushes, requests, sends
 from tidal_connector.prefill.ranges import clip, unite
 
@@ -176,6 +178,48 @@ def any_generation_will_do(patch: Patch) -> None:
     patch.setattr(receiver.Receiver, "beat", beat)
 
 
+def one_landed_counts_for_every_rank(patch: Patch) -> None:
+    """D takes what one rank of P says of its share for the word of all ranks."""
+    whole = receiver.Receiver.heard
+
+    def heard(self: receiver.Receiver, key: party.SessionKey, notice: Any, now: float) -> None:
+        record = self._records.get(notice.transfer)
+        whole(self, key, notice, now)
+        if isinstance(notice, Landed) and record is not None:
+            for leg in record.legs:
+                word = Landed(notice.transfer, notice.generation, leg.receive.wanted)
+                self._step(record, leg, reservations.Heard(word), now)
+
+    patch.setattr(receiver.Receiver, "heard", heard)
+
+
+def the_first_rank_of_prefill_ends_it(patch: Patch) -> None:
+    """D gives its pages back when one rank of P has ended, though others may still write."""
+    ended = property(lambda self: any(reservations.over(leg.receive) for leg in self.legs))
+    patch.setattr(records.Record, "over", ended)
+
+
+def the_first_rank_of_decode_ends_it(patch: Patch) -> None:
+    """P gives its pages back when one rank of D has its rows, though those of others are still being read."""
+    patch.setattr(ledger.Record, "over", property(lambda self: any(s.phase is sends.Phase.GONE for s in self.sends)))
+
+
+def every_rank_writes_the_pool(patch: Patch) -> None:
+    """Both sides believe that each rank of P writes all latents."""
+    whole = shares._writer
+
+    def writer(place: int, home: Home, ranks: shares.Ranks) -> bool:
+        return place % ranks.d_size == ranks.d_rank if home is Home.HOST else whole(place, home, ranks)
+
+    patch.setattr(shares, "_writer", writer)
+
+
+def index_keys_go_to_one_rank(patch: Patch) -> None:
+    """Both sides believe that D's devices share their memory as they share the pool."""
+    whole = shares._writer
+    patch.setattr(shares, "_writer", lambda place, home, ranks: whole(place, Home.HOST, ranks))
+
+
 SABOTAGES: list[tuple[Callable[[Patch], None], set[int], tuple[str, ...] | None]] = [
     (no_quarantine, {1}, None),
     (abort_without_an_answer, {1}, None),
@@ -214,6 +258,44 @@ def test_without_its_mechanism_the_invariant_breaks(
     pytest.fail(f"{sabotage.__name__} went unseen in {WORLDS} worlds; other breaches: {seen[:3]}")
 
 
+RANKED: list[tuple[Callable[[Patch], None], set[int], tuple[int, int]]] = [
+    (one_landed_counts_for_every_rank, {1, 5}, (2, 1)),
+    (one_landed_counts_for_every_rank, {1, 5}, (4, 2)),
+    (the_first_rank_of_prefill_ends_it, {1}, (2, 1)),
+    (the_first_rank_of_decode_ends_it, {2}, (1, 2)),
+    (every_rank_writes_the_pool, {5}, (2, 1)),
+    (index_keys_go_to_one_rank, {5}, (1, 2)),
+    (no_quarantine, {1}, (2, 2)),
+    (everything_is_drained, {1}, (2, 2)),
+    (source_pages_without_draining, {2}, (2, 2)),
+    (outcomes_twice, {4}, (2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "numbers", "ranks"), RANKED, ids=[f"{item[0].__name__}-{item[2][0]}x{item[2][1]}" for item in RANKED]
+)
+def test_without_its_mechanism_the_invariant_breaks_between_several_ranks(
+    sabotage: Callable[[Patch], None], numbers: set[int], ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    seen: list[str] = []
+    for seed in range(WORLDS):
+        try:
+            scenario(seed, ranks=ranks).run()
+        except Violation as violation:
+            if violation.number in numbers:
+                return
+            seen.append(str(violation))
+    pytest.fail(f"{sabotage.__name__} went unseen in {WORLDS} worlds; other breaches: {seen[:3]}")
+
+
 def test_the_same_worlds_hold_with_every_mechanism_in_place() -> None:
     for seed in range(300):
         scenario(seed).run()
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2), (4, 2)], ids="{0[0]}x{0[1]}".format)
+def test_the_same_worlds_hold_between_several_ranks(ranks: tuple[int, int]) -> None:
+    for seed in range(60):
+        scenario(seed, ranks=ranks).run()

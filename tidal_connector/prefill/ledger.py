@@ -55,13 +55,15 @@ class Record:
     """A transfer: one machine for each rank of D, and what the machines need not know.
 
     Until D's first word nobody knows how many ranks it has. So there is one machine until then, which has gone through
-    all that its request has gone through, and each rank gets a copy of it.
+    all that its request has gone through, and each rank gets a copy of it. When one of them fails, the others are given
+    up, because D has no use for a part of its rows.
     """
 
     __slots__ = (
         "acknowledged",
         "done_at",
         "ended",
+        "failed",
         "first_at",
         "hold_s",
         "last_at",
@@ -84,6 +86,7 @@ class Record:
         self.ended = False  # by vLLM
         self.started = False
         self.settled = False
+        self.failed = False
         self.done_at: float | None = None
         self.acknowledged: list[tuple[float, int]] = []  # when, bytes
         self.first_at = NEVER
@@ -246,8 +249,18 @@ class Ledger:
             self.counters.add("transfers_started")
         for failure in failures:
             self.step(record, index, failure, now)
+        self._spread(record, index, now)
         if record.over:
             self._gone(record, now)
+
+    def _spread(self, record: Record, index: int, now: float) -> None:
+        send = record.sends[index]
+        if record.failed or send.ok or send.phase not in (Phase.DRAINING, Phase.GONE):
+            return
+        record.failed = True
+        for other in range(len(record.sends)):
+            if other != index:
+                self.step(record, other, sends.Withdrawn(f"rank {index} of decode: {send.reason}"), now)
 
     def _submit(self, record: Record, index: int, part: Part) -> list[Event]:
         send = record.sends[index]
