@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tidal_connector.address import is_unspecified, parse_address, parse_host
+from tidal_connector.address import is_unspecified, join_address, parse_address, parse_host
 from tidal_connector.errors import ConfigError
 from tidal_connector.tables import convert_strict
 
@@ -24,6 +24,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_LAST_PORT = 65535
 _DECIMAL = ("K", "M", "G", "T")  # which some count by 1000 and others by 1024: refused, not guessed
 
 
@@ -120,7 +121,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The control channel and the timers of the protocol (seconds; ``control/README.md`` says what each bounds).
 
     Attributes:
-        bind: ``host:port`` to listen on; port 0 lets the kernel choose.
+        bind: ``host:port`` to listen on; port 0 lets the kernel choose. Of an engine of several ranks, rank k listens
+            k ports higher.
         advertise: host (or ``host:port``) that peers connect to; None takes that of ``bind``.
         lease_s: a peer silent for so long is lost; beats go out every third of it.
         accept_s: wait of a reservation for the prefill side's answer.
@@ -140,6 +142,22 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stall_s: Positive = 10.0
     quarantine_s: Positive | None = None
 
+    def for_rank(self, rank: int) -> ControlConfig:
+        """Return the settings of one rank of an engine: every port that is named is that of rank 0.
+
+        Raises:
+            ConfigError: an address cannot be read, or the ports of the ranks do not fit below 65536.
+        """
+        if not rank:
+            return self
+        host, port = parse_address("control.bind", self.bind)
+        advertise = self.advertise
+        if advertise is not None:
+            shown, shown_port = parse_host("control.advertise", advertise)
+            advertise = join_address(shown, _later("control.advertise", shown_port, rank)) if shown_port else advertise
+        bind = join_address(host, _later("control.bind", port, rank))
+        return msgspec.structs.replace(self, bind=bind, advertise=advertise)
+
     def advertised(self) -> tuple[str, int]:
         """Return the host that peers connect to, and the port, which is 0 where the one that is bound counts.
 
@@ -155,6 +173,13 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{host}; set control.advertise to an address of this machine that they reach"
             )
         return host, port
+
+
+def _later(field: str, port: int, rank: int) -> int:
+    """Return the port of a rank, 0 where the kernel chooses it."""
+    if port and port + rank > _LAST_PORT:
+        raise ConfigError(f"{field}: port {port} leaves no port for rank {rank}; choose one below {_LAST_PORT - rank}")
+    return port + rank if port else 0
 
 
 class SelectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -130,7 +130,7 @@ def test_who_offloads(role: str, extra: dict[str, Any], expected: bool) -> None:
     ("config", "words"),
     [
         (vllm_config("kv_producer", {"offload": "on"}), "keeps its latents on the device"),
-        (vllm_config(tensor_parallel_size=2), "tensor_parallel_size = 2"),
+        (vllm_config(pipeline_parallel_size=2), "pipeline_parallel_size = 2"),
         (vllm_config(enable_dbo=True), "--enable-dbo"),
         (vllm_config(extra={"poool": 1}), "did you mean 'pool'"),
         (SimpleNamespace(kv_transfer_config=None), "--kv-transfer-config"),

@@ -79,11 +79,11 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker
 
-    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str]) -> None:
+    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str], *, shared: bool = False) -> None:
         """Take over the host pool that the model runner's latents are views of; before
-        ``register_kv_caches``.
+        ``register_kv_caches``. ``shared``: all ranks of this engine map the same pages.
         """
-        self.worker.adopt_pool(pool, latent_layers)
+        self.worker.adopt_pool(pool, latent_layers, shared=shared)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take vLLM's cache tensors by layer name."""
@@ -148,10 +148,11 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Learn the control address that the worker bound."""
-        for item in metadata.values():
-            assert isinstance(item, TidalHandshake)
-            self.scheduler.control_bound(item.control)
+        """Learn the control address that rank 0 bound; it tells peers those of the others."""
+        if metadata:
+            first = metadata[min(metadata)]
+            assert isinstance(first, TidalHandshake)
+            self.scheduler.control_bound(first.control)
 
     def on_new_request(self, request: Request) -> None:
         """Start to track a request that this engine prefills for another."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from tidal_connector.ids import EngineId
-from tidal_connector.layout import KVLayout, RegionKind
+from tidal_connector.control.messages import Identity
+from tidal_connector.layout import KVLayout
 from tidal_connector.log import get_logger
 from tidal_connector.memory.region import MemoryRegion
 from tidal_connector.metrics import Counters
@@ -12,17 +12,17 @@ from tidal_connector.metrics import Counters
 logger = get_logger(__name__)
 
 
-def announce(engine: EngineId, address: str, layout: KVLayout, pool: MemoryRegion | None, counters: Counters) -> None:
+def announce(who: Identity, address: str, layout: KVLayout, pool: MemoryRegion | None, counters: Counters) -> None:
     """Log where the engine listens and what its KV costs, and set the gauges.
 
     Args:
-        engine: the operator's name.
+        who: the engine's name, and which rank of it this is.
         address: the control address that was bound.
         layout: what its KV is.
         pool: the host pool; None where the latents live on the device.
         counters: whose gauges are set.
     """
-    latent, index = layout.row_bytes(RegionKind.LATENT), layout.row_bytes(RegionKind.INDEX)
+    latent, index = layout.latent_bytes, layout.index_bytes
     layers = len({region.layer for region in layout.regions})
     on_device = index if pool is not None else latent + index
     counters.set("pool_bytes", pool.length if pool else 0)
@@ -31,9 +31,10 @@ def announce(engine: EngineId, address: str, layout: KVLayout, pool: MemoryRegio
     counters.set("kv_bytes_per_token", latent + index)
     counters.set("kv_layers", layers)
     logger.info(
-        "engine %s listens on %s: %d layers, %d latent + %d index bytes per token, %.1f device bytes per token and "
+        "engine %s%s listens on %s: %d layers, %d latent + %d index bytes per token, %.1f device bytes per token and "
         "layer%s, layout %s",
-        engine,
+        who.engine,
+        f", rank {who.rank} of {who.size}," if who.size > 1 else "",
         address,
         layers,
         latent,

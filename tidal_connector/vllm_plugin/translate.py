@@ -51,6 +51,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
         offload: its latents live in the host pool.
         block_size: tokens per vLLM block.
         recompute: a failed receive is recomputed here (``kv_load_failure_policy``).
+        ranks: tensor-parallel ranks, all of which hold the same latents and index keys.
     """
 
     engine: EngineId
@@ -60,6 +61,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     offload: bool
     block_size: int
     recompute: bool
+    ranks: int = 1
 
 
 def settings(vllm_config: VllmConfig) -> TidalConfig:
@@ -91,14 +93,16 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
     ):
         size = vars(parallel).get(name, 1)
         if size > 1:
-            raise ConfigError(f"{name} = {size}: TidalConnector serves engines of one rank; expected 1")
+            raise ConfigError(
+                f"{name} = {size}: TidalConnector serves engines whose ranks all hold the same rows; expected 1, and "
+                "tensor_parallel_size for more ranks"
+            )
     if vars(parallel).get("enable_dbo", False):
         raise ConfigError(
             "--enable-dbo: TidalConnector announces a layer once per step; expected no dual-batch overlap"
@@ -118,6 +122,7 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         offload=offload,
         block_size=vllm_config.cache_config.block_size,
         recompute=transfer.kv_load_failure_policy == "recompute",
+        ranks=vars(parallel).get("tensor_parallel_size", 1),
     )
 
 

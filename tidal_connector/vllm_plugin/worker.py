@@ -19,7 +19,7 @@ from tidal_connector.control.handshake import Capacity
 from tidal_connector.control.loop import ControlLoop
 from tidal_connector.control.messages import Identity
 from tidal_connector.decode.receiver import Receiver
-from tidal_connector.errors import LayoutMismatch
+from tidal_connector.errors import ConfigError, LayoutMismatch
 from tidal_connector.ids import DevicePageId, EngineId, HostPageId, RequestId, TransferId, new_incarnation
 from tidal_connector.layout import Home, Region, RegionKind
 from tidal_connector.log import get_logger
@@ -28,6 +28,7 @@ from tidal_connector.metrics import Counters
 from tidal_connector.prefill.sender import Sender
 from tidal_connector.transfer.plane import TransferPlane, open_plane
 from tidal_connector.vllm_plugin.metadata import Receive, TidalHandshake, TidalMetadata
+from tidal_connector.vllm_plugin.ranks import exchange, tensor_rank
 from tidal_connector.vllm_plugin.sabotage import corrupt_row
 from tidal_connector.vllm_plugin.startup import announce
 from tidal_connector.vllm_plugin.stats import Gains, TidalStats
@@ -82,6 +83,7 @@ class TidalWorker:
         self._counters = Counters()
         self._gains = Gains()
         self._pool: MemoryRegion | None = None
+        self._pool_shared = False
         self._host_layers: frozenset[str] = frozenset()
         self._regions: dict[str, Region] = {}
         self._sender: Sender | None = None
@@ -101,10 +103,11 @@ class TidalWorker:
 
     # --- start and end
 
-    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str]) -> None:
+    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str], *, shared: bool = False) -> None:
         """Take the host pool over from the model runner; it is closed after everything that reads or writes
-        it.
+        it. ``shared``: the pools of all ranks of this engine are the same pages.
         """
+        self._pool_shared = shared
         self._pool = self._stack.enter_context(pool)
         self._host_layers = frozenset(latent_layers)
 
@@ -120,6 +123,7 @@ class TidalWorker:
 
         Raises:
             LayoutMismatch: a cache is of no known kind, or offload is on and no pool was adopted.
+            ConfigError: the ranks of the engine have a host pool each.
             TransferFailed: the transport cannot start or refuses the memory.
         """
         facts, config = self._facts, self._facts.config
@@ -127,6 +131,14 @@ class TidalWorker:
             raise LayoutMismatch(
                 'offload = "on", but this platform keeps the latents on the device; set offload = "off"'
             )
+        if facts.ranks > 1 and self._pool is not None and not self._pool_shared:
+            # Each row of the pool is delivered once for all ranks, so the others would read rows that never came.
+            raise ConfigError(
+                f"tensor_parallel_size = {facts.ranks} with a host pool for each rank: expected one that all ranks "
+                'map; this platform has none, so set offload = "off" or tensor_parallel_size = 1'
+            )
+        rank = tensor_rank(facts.ranks)
+        control = config.control.for_rank(rank)
         placed = place_caches(caches, self._host_layers)
         self._regions = dict(placed)
         self._latent_bytes = next(caches[name].element_size() for name, r in placed if r.kind is RegionKind.LATENT)
@@ -134,16 +146,25 @@ class TidalWorker:
         placement = placement_of(placed)
         placement.check(layout)
         plane = self._open_plane(caches)
-        identity = Identity(engine=facts.engine, incarnation=new_incarnation(), rank=0, size=1)
+        identity = Identity(facts.engine, new_incarnation(), rank, facts.ranks)
         if facts.producer:
             self._sender = Sender(
-                layout, placement, plane, self._counters, config.control, config.transfer.descriptor_bytes
+                layout,
+                placement,
+                plane,
+                self._counters,
+                control,
+                config.transfer.descriptor_bytes,
+                rank=rank,
+                size=facts.ranks,
             )
         if facts.consumer:
-            self._receiver = Receiver(layout, placement, plane, self._counters, config.control, config.quarantine_s)
+            self._receiver = Receiver(
+                layout, placement, plane, self._counters, control, config.quarantine_s, rank=rank, size=facts.ranks
+            )
         loop = ControlLoop(
             identity,
-            config.control,
+            control,
             layout,
             placement,
             plane.endpoint(),
@@ -154,11 +175,12 @@ class TidalWorker:
                 self._vllm_config.scheduler_config.max_num_seqs,
                 min(region.pages * region.page_tokens for region in placement.regions),
             ),
+            meet=lambda address: exchange(address, facts.ranks),
         )
         self._wake = loop.wake
         self._stack.enter_context(loop)
         self._handshake = TidalHandshake(control=loop.address, incarnation=identity.incarnation)
-        announce(facts.engine, loop.address, layout, self._pool, self._counters)
+        announce(identity, loop.address, layout, self._pool, self._counters)
 
     def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
         config = self._facts.config
