@@ -20,6 +20,7 @@ from tidal_connector.cli.ends import ALL_ENDED, JsonFile, ReportCommand, check_j
 from tidal_connector.cli.make_model import make_model
 from tidal_connector.cli.plan.command import plan
 from tidal_connector.cli.rollout import rollout
+from tidal_connector.cli.selftest.command import selftest
 from tidal_connector.cli.status import status
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command()(status)
 app.command()(drain)
 app.add_typer(bench, name="bench")
 app.add_typer(rollout, name="rollout")
+app.add_typer(selftest, name="selftest")
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tidal selftest npu`` from the command line to the exit status, on simulated kernels and a stand-in for ACL.
+
+A fault that is put into the device must end it with 1 and a line that says where.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.selftest.simulated import SimulatedDevice
+from tests.ops_ascendc.kernels import Kernels
+from tests.standins.ascendcl import Standin
+from tests.standins.build import ascendcl
+from tidal_connector.cli.main import app
+from tidal_connector.cli.selftest import command, operators, run
+from tidal_connector.cli.selftest.report import AnswerCase
+from tidal_connector.cli.selftest.run import SelfTestOptions, run_selftest
+from tidal_connector.errors import DeviceFailed, TidalError
+from tidal_connector.memory.acl import AclRuntime
+
+QUICK = ("selftest", "npu", "--quick", "--pool", "32MiB")
+
+
+@pytest.fixture
+def standin() -> Iterator[Standin]:
+    """The stand-in for libascendcl; nothing may stay registered in it, and no rule be broken."""
+    found = Standin(ascendcl())
+    yield found
+    assert (found.registrations, found.violations()) == (0, [])
+
+
+@pytest.fixture
+def make(kernel_library: Path, standin: Standin) -> Callable[..., SimulatedDevice]:
+    """Makes the simulated device, of a class with a fault if one is given."""
+    return lambda kind=SimulatedDevice: kind(Kernels(kernel_library), AclRuntime.open(standin.path))
+
+
+@pytest.fixture
+def tidal(make: Callable[..., SimulatedDevice], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the command on a simulated device."""
+
+    def call(*arguments: str, kind: type[SimulatedDevice] = SimulatedDevice) -> Any:
+        monkeypatch.setattr(command, "_open", lambda _: make(kind))
+        return CliRunner().invoke(app, [*QUICK, *arguments], env={"COLUMNS": "200"})
+
+    return call
+
+
+class WrongRow(SimulatedDevice):
+    """One element of one gathered row is wrong, in the last of several calls."""
+
+    calls = 0
+
+    def gather_selection(self, arguments: dict[str, Any], block: int) -> Any:
+        actual = super().gather_selection(arguments, block)
+        self.calls += 1
+        if self.calls == 5:
+            page = int(arguments["selection_kv_block_table"][0, 0])
+            arguments["selection_kv_cache"][page, 3, 7] += 1
+        return actual
+
+
+class WrongStatus(SimulatedDevice):
+    """A slot's id is not noted down."""
+
+    def gather_selection(self, arguments: dict[str, Any], block: int) -> Any:
+        actual = super().gather_selection(arguments, block)
+        arguments["selection_kv_block_status"][0, 0, 0, 0] = -1
+        return actual
+
+
+class WritesItsInput(SimulatedDevice):
+    """An argument that is only read is written."""
+
+    def gather_miss_rows(self, *tensors: Any) -> None:
+        super().gather_miss_rows(*tensors)
+        tensors[3][-1, -1, -1] += 1
+
+
+class Skips(SimulatedDevice):
+    """The last row of every list is left out, as an operator does that counts wrongly."""
+
+    def gather_miss_rows(self, *tensors: Any) -> None:
+        super().gather_miss_rows(*tensors[:-1], tensors[-1] - 1)
+
+
+class Refuses(SimulatedDevice):
+    """A kernel is stopped by its own check."""
+
+    def gather_miss_rows(self, *_: Any) -> None:
+        raise DeviceFailed(
+            "aclnnGatherMissRows returned 507035 (a vector core exception)", "aclnnGatherMissRows", 507035
+        )
+
+
+class Hangs(SimulatedDevice):
+    """A call never comes back."""
+
+    ever = threading.Event()
+
+    def finish(self) -> None:
+        self.ever.wait(20)
+
+
+def test_all_is_well_on_a_simulated_device(tidal: Callable[..., Any], tmp_path: Path) -> None:
+    done = tidal("--only", "operators", "--only", "bandwidth", "--json", str(tmp_path / "found.json"))
+    assert done.exit_code == 0, done.output
+    assert "passed: operators, bandwidth on a simulated NPU" in done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    cases = {(case["operator"], case["case"]): case for case in found["operators"]}
+    assert {case["wrong"] for case in found["operators"]} == {""}
+    real = cases["GatherSelectionKvCache", "K 2048, 512 + 64"]
+    assert min(real["hits"], real["misses"]) > 500
+    assert real["bytes"] == real["misses"] * 1152
+    assert all(case["hits"] and case["misses"] for key, case in cases.items() if key[0] == "GatherSelectionKvCache")
+    assert [(case["lists"], case["rows"], case["wrong"]) for case in found["bandwidth"]] == [
+        (1, 512, 0),
+        (1, 2048, 0),
+        (8, 2048, 0),
+    ]
+    assert all(case["gather_gb_s"] > 0 and case["copy_gb_s"] > 0 for case in found["bandwidth"])
+    assert found["pool"].startswith("registered with NPU 0: 1 x ")
+    assert found["machine"]["versions"]
+
+
+# The device's fault, the part that has to find it, and words of what is said.
+FAULTS = {
+    "a wrong row": (WrongRow, "operators", "GatherSelectionKvCache, tokens: call 5: selection_kv_cache["),
+    "a status that is not written": (WrongStatus, "operators", "call 1: selection_kv_block_status[0, 0, 0, 0] is -1"),
+    "an input that is written": (WritesItsInput, "operators", "differ, which is only read"),
+    "rows that are left out": (Skips, "operators", "GatherMissRows, one list: selection_k"),
+    "rows that do not arrive from the pool": (Skips, "bandwidth", "1 of 512 rows did not arrive"),
+    "a kernel that is stopped": (Refuses, "bandwidth", "507035 (a vector core exception)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_device_is_found(fault: str, tidal: Callable[..., Any]) -> None:
+    kind, part, words = FAULTS[fault]
+    done = tidal("--only", part, kind=kind)
+    assert done.exit_code == 1, done.output
+    assert words in " ".join(done.output.split())
+    assert f"failed: {part} on a simulated NPU" in done.output
+
+
+def test_a_device_that_hangs_is_given_up_and_not_asked_again(
+    make: Callable[..., SimulatedDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(operators, "CALL_S", 0.2)
+    found = run_selftest(SelfTestOptions(quick=True, pool="32MiB"), lambda: make(Hangs), Console(quiet=True))
+    errors = [part.error for part in found.parts]
+    Hangs.ever.set()
+    assert (found.stuck, found.passed) == (True, False)
+    assert errors[0].startswith("tokens, call 1: no answer from the device within 0.2 s; look at npu-smi info")
+    assert all("not tried" in error for error in errors[1:])
+
+
+def test_answers_that_differ_too_much_are_a_fault(tidal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(*_: Any) -> list[AnswerCase]:
+        return [AnswerCase(17, 1, True, 0.001), AnswerCase(300, 4, False, 0.5)]
+
+    monkeypatch.setattr(run, "compare_answers", answers)
+    done = tidal("--only", "answers")
+    assert done.exit_code == 1
+    assert "1 of 2 answers differ" in done.output
+    assert "logprobs differ by up to 0.5, more than 0.02" in done.output
+
+
+def test_an_engine_that_does_not_start_ends_that_part_alone(
+    tidal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(*_: Any) -> list[AnswerCase]:
+        raise TidalError("latents-in-the-pool ended before it served")
+
+    monkeypatch.setattr(run, "compare_answers", answers)
+    done = tidal("--only", "answers", "--only", "operators")
+    assert done.exit_code == 1
+    assert "not done: answers: TidalError: latents-in-the-pool ended before it served" in done.output
+    assert "DIFFERENT" not in done.output
+
+
+def test_a_machine_without_an_npu_is_told_what_is_missing() -> None:
+    done = CliRunner().invoke(app, [*QUICK])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("tidal: torch_npu cannot be imported: ")
+    assert "install vllm-ascend and source the set_env.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "speed"), "--only speed: expected operators, bandwidth, answers"),
+        (("--pool", "4GB"), "--pool = '4GB'"),
+        (("--pool", "1MiB"), "--pool 1MiB: expected at least 18874368 bytes, the rows of one call"),
+        (("--json", "/nowhere/x.json"), "expected a file in a folder that exists"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_opened(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_open", lambda _: pytest.fail("opened"))
+    done = CliRunner().invoke(app, [*QUICK, *arguments])
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_an_engine_with_the_pool_answers_as_one_without(tidal: Callable[..., Any], tmp_path: Path) -> None:
+    """Two engines of the CPU backend, one after the other, through the same code that starts them on an NPU."""
+    done = tidal("--only", "answers", "--engine-pool", "64MiB", "--json", str(tmp_path / "found.json"))
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(case["length"], case["at_once"]) for case in found["answers"]] == [(17, 1), (300, 1), (17, 4), (300, 4)]
+    assert all(case["tokens_equal"] for case in found["answers"])
+    assert max(case["logprob_diff"] for case in found["answers"]) < found["logprob_bound"] == 0.02
+
+
+def test_numpy_is_as_wide_as_the_elements() -> None:
+    from tidal_connector.cli.selftest.sequences import miss_cases, selection_cases
+
+    widths = {"bfloat16": 2, "float16": 2, "int8": 1}
+    assert all(np.dtype(case.element).itemsize == widths[case.dtype] for case in (*selection_cases(), *miss_cases()))
