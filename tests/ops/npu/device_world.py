@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world of ``resolve`` with the device's implementation beside the definition, and its plan carried out.
+
+Seats have one extent of equal size and are listed from the first step on, as they are on a device; everything else that
+happens to requests (growth, rejected tokens, steps that pass them by, leaving) is the world's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.ops.resolve_world import Shape, Tenant, World
+from tidal_connector.ops import Implementation, Resolved, SelectionBatch
+from tidal_connector.ops.npu.resolve import resolve
+from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest
+from tidal_connector.ops.npu.state import FOREVER, DeviceBatch, DeviceResolved, DeviceSlotState
+
+
+def equal_seats(*, seats: int, slots: int, width: int, queries: int, page_tokens: int, context: int) -> Shape:
+    """Return a world of so many seats of so many slots, or of what a step needs at least."""
+    shape = Shape(slots=slots, width=width, queries=queries, page_tokens=page_tokens, context=context, eager_rows=0)
+    return Shape(
+        extent_rows=shape.slots,
+        extents=seats,
+        seats=seats,
+        slots=shape.slots,
+        width=width,
+        queries=queries,
+        page_tokens=page_tokens,
+        context=context,
+        eager_rows=0,
+    )
+
+
+class DeviceWorld(World):
+    """A world whose plans are the device's, after they were compared with the definition's."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed, [(Implementation.REFERENCE, 1)])
+        tokens = shape.seats * shape.queries + 3
+        self.state = DeviceSlotState(shape.extents, shape.extent_rows, "cpu")
+        self.step_batch = DeviceBatch(shape.seats + 2, shape.queries, tokens, "cpu")
+        self.staging = BatchStaging(self.step_batch)
+        self.out = DeviceResolved(self.step_batch, shape.width, "cpu")
+        self.counts = torch.zeros(4, dtype=torch.int32)
+        self.generations: dict[int, int] = {}
+        self.generation = 0
+
+    def _give(self, tenant: Tenant, extents: int) -> None:
+        super()._give(tenant, min(extents, 1))
+        rows = self.seats.rows(tenant.seat)
+        self.seats.capacity[tenant.seat] = len(tenant.extents) * self.shape.extent_rows
+        if len(rows):
+            self.generation += 1
+            self.generations[tenant.seat] = self.generation
+
+    def join(self) -> None:
+        """A request comes; its seat is listed at once, its slots in the order in which its predecessor left them."""
+        known = len(self.tenants)
+        super().join()
+        for tenant in self.tenants[known:]:
+            (extent,) = tenant.extents
+            state, rows = self.states[0], self.seats.rows(tenant.seat)
+            state.listed[tenant.seat] = 1
+            state.order[rows] = extent * self.shape.extent_rows + self.state.slots[extent].numpy()
+
+    def carry_out(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch, result: Resolved) -> None:
+        """Resolve on the device, compare all of it, and carry out the device's plan."""
+        mine = self.resolve(tenants, queries, batch)
+        assert mine.slots.tolist() == result.slots.tolist(), "slots"
+        assert mine.written.tolist() == result.written.tolist(), "written"
+        assert mine.miss_start.tolist() == result.miss_start.tolist(), "miss_start"
+        assert mine.miss_rows.tolist() == result.miss_rows.tolist(), "miss_rows"
+        assert mine.miss_slots.tolist() == result.miss_slots.tolist(), "miss_slots"
+        assert mine[5:] == result[5:], "counts"
+        self.compare_states()
+        super().carry_out(tenants, queries, batch, mine)
+
+    def resolve(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch) -> Resolved:
+        """Return the device's plan in the words of the definition."""
+        rng, shape = self.rng, self.shape
+        # The device knows a seat by its place in the arena.
+        requests = [
+            StagedRequest(tenant.extents[0], self.generations[tenant.seat], FOREVER, count)
+            for tenant, count in zip(tenants, queries, strict=True)
+        ]
+        padded = max(1, len(requests) + int(rng.integers(0, 3)))
+        self.staging.fill(requests, padded, shape.queries)
+        tokens, width = batch.selected.shape
+        selected = torch.full((max(1, tokens + int(rng.integers(0, 4))), shape.width), -1, dtype=torch.int32)
+        selected[tokens:] = 3  # padding may hold anything
+        selected[:tokens, :width] = torch.from_numpy(batch.selected.copy())
+        lengths = torch.from_numpy(rng.integers(-9, 1 << 20, padded).astype(np.int32))
+        pages = torch.full((padded, batch.pages.shape[1]), 1 << 25, dtype=torch.int32)
+        for index, (tenant, count) in enumerate(zip(tenants, queries, strict=True)):
+            lengths[index] = tenant.length + count
+            pages[index] = torch.from_numpy(batch.pages[index].copy())
+        resolve(self.state, self.step_batch, selected, lengths, pages, shape.page_tokens, self.out, self.counts)
+        assert (self.out.slots[tokens : len(selected)] == -1).all(), "padding has slots"
+        assert (self.out.count[len(requests) : padded] == 0).all(), "padding fetches"
+        self.state.check()
+        return self._as_resolved(requests, batch, width)
+
+    def _as_resolved(self, requests: list[StagedRequest], batch: SelectionBatch, width: int) -> Resolved:
+        capacity, tokens = self.shape.extent_rows, len(batch.selected)
+        rows, places = self.out.fetch(self.step_batch.requests, self.step_batch.queries)
+        new_rows, new_places = self.out.new(self.step_batch.requests, self.step_batch.queries)
+        slots = self.out.slots[:tokens, :width].numpy().astype(np.int64)
+        written: list[int] = []
+        misses: list[tuple[int, int]] = []
+        starts = [0]
+        for index, request in enumerate(requests):
+            first, end = batch.query_start[index : index + 2].tolist()
+            part = slots[first:end]
+            slots[first:end] = np.where(part >= 0, request.seat * capacity + part, -1)
+            count = int(self.out.count[index])
+            listed = list(zip(rows[index].tolist(), places[index].tolist(), strict=True))
+            written += [place for _, place in listed[: request.queries]]
+            misses += listed[request.queries : count]
+            starts.append(len(misses))
+            positions = int(batch.start[index]) + np.arange(request.queries)
+            page, offset = np.divmod(positions, self.shape.page_tokens)
+            assert [row for row, _ in listed[: request.queries]] == (
+                batch.pages[index][page] * self.shape.page_tokens + offset
+            ).tolist(), "new rows of the pool"
+            assert new_rows[index, : request.queries].tolist() == [row for row, _ in listed[: request.queries]]
+            assert new_places[index, : request.queries].tolist() == written[-request.queries :][: request.queries]
+        hits, missed, evictions, invalid = self.counts.tolist()
+        return Resolved(
+            slots.astype(np.int32),
+            np.array(written, np.int32),
+            np.array([row for row, _ in misses], np.int64),
+            np.array([place for _, place in misses], np.int64),
+            np.array(starts, np.int32),
+            hits,
+            missed,
+            0,
+            evictions,
+            invalid,
+        )
+
+    def compare_states(self) -> None:
+        """Assert that every slot of every seat holds the same, and was used in the same order."""
+        capacity, held = self.shape.extent_rows, self.state.held().numpy()
+        for tenant in self.tenants:
+            (extent,) = tenant.extents
+            rows = self.seats.rows(tenant.seat)
+            if self.state.owner[extent] != self.generations[tenant.seat]:
+                assert (self.states[0].held[rows] == -1).all(), "a seat that had no step yet holds something"
+                continue
+            assert held[extent].tolist() == self.states[0].held[rows].tolist(), "content of the slots"
+            order = extent * capacity + self.state.slots[extent].numpy()
+            assert order.tolist() == self.states[0].order[rows].tolist(), "order of last use"
