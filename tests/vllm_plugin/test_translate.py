@@ -68,6 +68,58 @@ def test_pages_whose_rows_are_not_contiguous_are_refused() -> None:
         place_caches({latent(0): torch.zeros(TOKENS, BLOCKS, 576).transpose(0, 1)}, [])
 
 
+def ascend_caches(scales: bool = False) -> dict[str, Any]:
+    """Two layers as vllm-ascend registers them: tuples of pages without a head dimension of their own."""
+
+    def pages(width: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.zeros(BLOCKS, TOKENS, 1, width, dtype=dtype)
+
+    index = (pages(128, torch.int8), pages(1, torch.float16)) if scales else (pages(128),)
+    return {latent(0): (pages(512), pages(64), *index), latent(1): (pages(512), pages(64))}
+
+
+def test_a_layer_that_is_a_tuple_has_a_region_for_each_part() -> None:
+    given = ascend_caches(scales=True)
+    placed = place_caches(given, [latent(0), latent(1)], {latent(0): (1 << 40, 1 << 41), latent(1): (1 << 42, 1 << 43)})
+    regions = [region for _, region in placed]
+    assert [(r.layer, str(r.kind), r.row_bytes, str(r.home)) for r in regions] == [
+        (0, "latent-nope", 1024, "host"),
+        (0, "latent-rope", 128, "host"),
+        (0, "index", 128, "device"),
+        (0, "index-scale", 2, "device"),
+        (1, "latent-nope", 1024, "host"),
+        (1, "latent-rope", 128, "host"),
+    ]
+    assert [r.base for r in regions if r.home is Home.HOST] == [1 << 40, 1 << 41, 1 << 42, 1 << 43]
+    assert regions[2].base == given[latent(0)][2].data_ptr()
+    assert [r.page_stride for r in regions[:2]] == [TOKENS * 1024, TOKENS * 128]
+    assert len(storages(given, [latent(0), latent(1)])) == 2  # index keys and their scales
+    assert len(storages(given)) == 6
+
+
+def test_engines_on_ascend_agree_on_a_layout_wherever_each_keeps_its_latents() -> None:
+    given = ascend_caches()
+    prefill = place_caches(given, [])
+    decode = place_caches(given, [latent(0), latent(1)], {latent(0): (1 << 40, 1 << 41), latent(1): (1 << 42, 1 << 43)})
+    layouts = [model_layout(vllm_config(), given, placed, "") for placed in (prefill, decode)]
+    assert layouts[0].fingerprint() == layouts[1].fingerprint()
+    assert layouts[0].sharing == (0, 0)
+    assert [(r.latent_dtype, r.rope_bytes) for r in layouts[0].regions[:2]] == [("bfloat16", 0), ("bfloat16", 128)]
+    assert (layouts[0].latent_bytes, layouts[0].index_bytes) == (2 * 1152, 256)
+    placement_of(decode).check(layouts[0])
+    other = model_layout(vllm_config(), caches(), place_caches(caches(), []), "")
+    assert other.fingerprint() != layouts[0].fingerprint()
+
+
+def test_packed_latents_are_one_region_and_tuples_without_meaning_are_refused() -> None:
+    packed = torch.zeros(BLOCKS, TOKENS, 1, 656, dtype=torch.int8)
+    keys = torch.zeros(BLOCKS, TOKENS, 1, 128, dtype=torch.bfloat16)
+    assert [str(r.kind) for _, r in place_caches({latent(0): (packed, keys)}, [])] == ["latent", "index"]
+    for wrong in ((), (keys,), (keys,) * 5):
+        with pytest.raises(LayoutMismatch, match=f"{len(wrong)} tensors"):
+            place_caches({latent(0): wrong}, [])
+
+
 def test_caches_on_an_accelerator_are_refused_until_their_events_are_waited_for() -> None:
     with pytest.raises(LayoutMismatch, match="is on meta: TidalConnector serves CPU engines"):
         place_caches({latent(0): torch.zeros(BLOCKS, 1, TOKENS, 576, device="meta")}, [])

@@ -11,7 +11,7 @@ Launch line::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -79,11 +79,19 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker
 
-    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str], *, shared: bool = False) -> None:
+    def adopt_pool(
+        self,
+        pool: MemoryRegion,
+        latent_layers: Iterable[str],
+        *,
+        shared: bool = False,
+        addresses: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         """Take over the host pool that the model runner's latents are views of; before
-        ``register_kv_caches``. ``shared``: all ranks of this engine map the same pages.
+        ``register_kv_caches``. ``shared``: all ranks of this engine map the same pages. ``addresses``: of the parts of
+        latents in host memory, where the views go through a device's alias.
         """
-        self.worker.adopt_pool(pool, latent_layers, shared=shared)
+        self.worker.adopt_pool(pool, latent_layers, shared=shared, addresses=addresses)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take vLLM's cache tensors by layer name."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    # What vLLM registers for a layer name: one tensor, or on vllm-ascend a tuple of them.
+    Cache = torch.Tensor | Sequence[torch.Tensor]
+
 logger = get_logger(__name__)
 
 INDEX_CACHE_SUFFIX = ".indexer.k_cache"
+DEVICES = ("cpu", "npu")
+_PACKED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _SAMPLE = 1 << 16
 _ROPE_KEYS = (
     "rope_theta",
@@ -153,47 +158,89 @@ def layer_index(layer_name: str) -> int:
     return numbers[0]
 
 
-def place_caches(caches: Mapping[str, torch.Tensor], host_layers: Iterable[str]) -> tuple[tuple[str, Region], ...]:
+def cache_parts(name: str, cache: Cache) -> tuple[tuple[RegionKind, torch.Tensor], ...]:
+    """Tell what each tensor of a registered cache holds.
+
+    vLLM registers one tensor per layer name; vllm-ascend registers a tuple for a layer: its latents without rope, the
+    rope, and, where the layer has an indexer, index keys, and their scales where these are quantised. Quantised latents
+    are packed into one tensor.
+
+    Raises:
+        LayoutMismatch: it is neither a latent nor an index-key cache, or a tuple of a length that has no meaning.
+    """
+    kind = cache_kind(name)
+    if not isinstance(cache, tuple | list):
+        return ((kind, cast("torch.Tensor", cache)),)
+    dtype = str(cache[0].dtype).removeprefix("torch.") if cache else ""
+    latents = (RegionKind.LATENT,) if dtype in _PACKED_DTYPES else (RegionKind.LATENT_NOPE, RegionKind.LATENT_ROPE)
+    kinds = (*latents, RegionKind.INDEX, RegionKind.INDEX_SCALE)
+    if not kind.latent or not len(latents) <= len(cache) <= len(kinds):
+        raise LayoutMismatch(
+            f"cache {name!r}: {len(cache)} tensors, the first of dtype {dtype}: expected {len(latents)} of latents, "
+            "then at most index keys and their scales"
+        )
+    return tuple(zip(kinds, cache, strict=False))
+
+
+def place_caches(
+    caches: Mapping[str, Cache], host_layers: Iterable[str], addresses: Mapping[str, Sequence[int]] | None = None
+) -> tuple[tuple[str, Region], ...]:
     """Say where each registered cache lies, in layer order, latents before index keys.
 
     Args:
-        caches: vLLM's views ``[blocks, 1, tokens, elements]`` (or without the head dimension), any dtype.
-        host_layers: names whose cache is a view of the host pool.
+        caches: vLLM's views ``[blocks, 1, tokens, elements]``, or ``[blocks, tokens, 1, elements]``, or without a head
+            dimension, any dtype; or a tuple of them per layer (see :func:`cache_parts`).
+        host_layers: names whose latents are views of the host pool.
+        addresses: for names whose latents are views of the pool through a device's alias: the addresses in host memory,
+            in the order of the tuple, since those of the tensors mean nothing outside the device.
 
     Raises:
-        LayoutMismatch: a cache is of no known kind or not in CPU memory, or the rows of its pages are not contiguous.
+        LayoutMismatch: a cache is of no known kind or in memory that we do not serve, or the rows of its pages are not
+            contiguous.
     """
-    on_host = set(host_layers)
+    on_host, known = set(host_layers), addresses or {}
     named = []
-    for name, tensor in caches.items():
-        if tensor.device.type != "cpu":
-            # A layer's hook fires when its kernels are queued, not when they have run: rows would be sent too early.
-            raise LayoutMismatch(f"cache {name!r} is on {tensor.device}: TidalConnector serves CPU engines so far")
-        view = tensor.squeeze(1) if tensor.dim() == 4 and tensor.shape[1] == 1 else tensor
-        if view.dim() != 3 or view.stride(2) != 1 or view.stride(1) != view.shape[2]:
-            raise LayoutMismatch(
-                f"cache {name!r}: shape {tuple(tensor.shape)} stride {tensor.stride()}: expected "
-                "contiguous rows within a page"
-            )
-        pages, tokens, elements = view.shape
-        size = view.element_size()
-        region = Region(
-            kind=cache_kind(name),
-            layer=layer_index(name),
-            row_bytes=elements * size,
-            home=Home.HOST if name in on_host else Home.DEVICE,
-            base=view.data_ptr(),
-            page_stride=view.stride(0) * size,
-            page_tokens=tokens,
-            pages=pages,
+    for name, cache in caches.items():
+        for at, (kind, tensor) in enumerate(cache_parts(name, cache)):
+            hosted = kind.latent and name in on_host
+            base = known[name][at] if hosted and name in known else tensor.data_ptr()
+            named.append((name, _region(name, kind, tensor, Home.HOST if hosted else Home.DEVICE, base)))
+    order = list(RegionKind)
+    return tuple(sorted(named, key=lambda item: (item[1].layer, order.index(item[1].kind))))
+
+
+def _region(name: str, kind: RegionKind, tensor: torch.Tensor, home: Home, base: int) -> Region:
+    if tensor.device.type not in DEVICES:
+        # A layer's hook fires when its kernels are queued, not when they have run; elsewhere we know of no event to
+        # wait for, and rows would be sent too early.
+        raise LayoutMismatch(
+            f"cache {name!r} is on {tensor.device}: TidalConnector serves CPU engines and NPUs; use one of them"
         )
-        named.append((name, region))
-    return tuple(sorted(named, key=lambda item: (item[1].layer, item[1].kind is RegionKind.INDEX)))
+    view = tensor
+    if tensor.dim() == 4 and 1 in (tensor.shape[1], tensor.shape[2]):
+        view = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
+    if view.dim() != 3 or view.stride(2) != 1 or view.stride(1) != view.shape[2]:
+        raise LayoutMismatch(
+            f"cache {name!r}: shape {tuple(tensor.shape)} stride {tensor.stride()}: expected "
+            "contiguous rows within a page"
+        )
+    pages, tokens, elements = view.shape
+    size = view.element_size()
+    return Region(
+        kind=kind,
+        layer=layer_index(name),
+        row_bytes=elements * size,
+        home=home,
+        base=base,
+        page_stride=view.stride(0) * size,
+        page_tokens=tokens,
+        pages=pages,
+    )
 
 
 def model_layout(
     vllm_config: VllmConfig,
-    caches: Mapping[str, torch.Tensor],
+    caches: Mapping[str, Cache],
     placed: Iterable[tuple[str, Region]],
     weights: str,
 ) -> KVLayout:
@@ -209,12 +256,11 @@ def model_layout(
     text = model.hf_text_config
     specs = []
     for name, region in placed:
-        dtype = str(caches[name].dtype).removeprefix("torch.")
-        rope = (
-            getattr(text, "qk_rope_head_dim", 0) * caches[name].element_size()
-            if region.kind is RegionKind.LATENT
-            else 0
-        )
+        tensor = dict(cache_parts(name, caches[name]))[region.kind]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rope = region.row_bytes if region.kind is RegionKind.LATENT_ROPE else 0
+        if region.kind is RegionKind.LATENT:
+            rope = getattr(text, "qk_rope_head_dim", 0) * tensor.element_size()
         specs.append(RegionSpec(region.kind, region.layer, region.row_bytes, dtype, dtype if rope else "", rope))
     leaders = sorted(spec.layer for spec in specs if spec.kind is RegionKind.INDEX)
     layers = sorted({spec.layer for spec in specs})
@@ -254,12 +300,27 @@ def checkpoint_digest(model: str) -> str:
     return digest.hexdigest()
 
 
-def storages(caches: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return (address, bytes) of each distinct memory that the caches are views of, so that each is
-    registered once.
+def storages(caches: Mapping[str, Any], host_layers: Iterable[str] = ()) -> list[tuple[int, int]]:
+    """Return (address, bytes) of each distinct memory that the caches are views of, so that each is registered once.
+
+    Args:
+        caches: the registered caches.
+        host_layers: names whose latents are left out: they lie in the host pool, and what a device calls their address
+            is none that a network card could use.
     """
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in caches.values()}
-    return sorted(found.items())
+    on_host = set(host_layers)
+    found: dict[int, tuple[int, int]] = {}
+    for name, cache in caches.items():
+        for kind, tensor in cache_parts(name, cache):
+            if kind.latent and name in on_host:
+                continue
+            start, key = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            end = start + (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
+                tensor.element_size()
+            )
+            low, high = found.get(key, (start, end))
+            found[key] = (min(low, start), max(high, end))
+    return sorted((low, high - low) for low, high in found.values())
 
 
 def placement_of(placed: Iterable[tuple[str, Region]]) -> Placement:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tidal_connector.control.handshake import Capacity
@@ -21,7 +21,7 @@ from tidal_connector.control.messages import Identity
 from tidal_connector.decode.receiver import Receiver
 from tidal_connector.errors import ConfigError, LayoutMismatch
 from tidal_connector.ids import DevicePageId, EngineId, HostPageId, RequestId, TransferId, new_incarnation
-from tidal_connector.layout import Home, Region, RegionKind
+from tidal_connector.layout import Home, Region
 from tidal_connector.log import get_logger
 from tidal_connector.memory.region import MemoryRegion
 from tidal_connector.metrics import Counters
@@ -34,6 +34,7 @@ from tidal_connector.vllm_plugin.startup import announce
 from tidal_connector.vllm_plugin.stats import Gains, TidalStats
 from tidal_connector.vllm_plugin.translate import (
     EngineFacts,
+    cache_parts,
     layer_index,
     model_layout,
     place_caches,
@@ -42,8 +43,9 @@ from tidal_connector.vllm_plugin.translate import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
+
+    from tidal_connector.vllm_plugin.translate import Cache
 
 logger = get_logger(__name__)
 
@@ -85,7 +87,8 @@ class TidalWorker:
         self._pool: MemoryRegion | None = None
         self._pool_shared = False
         self._host_layers: frozenset[str] = frozenset()
-        self._regions: dict[str, Region] = {}
+        self._host_addresses: Mapping[str, Sequence[int]] = {}
+        self._regions: tuple[Region, ...] = ()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         self._handshake: TidalHandshake | None = None
@@ -103,19 +106,33 @@ class TidalWorker:
 
     # --- start and end
 
-    def adopt_pool(self, pool: MemoryRegion, latent_layers: Iterable[str], *, shared: bool = False) -> None:
+    def adopt_pool(
+        self,
+        pool: MemoryRegion,
+        latent_layers: Iterable[str],
+        *,
+        shared: bool = False,
+        addresses: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         """Take the host pool over from the model runner; it is closed after everything that reads or writes
-        it. ``shared``: the pools of all ranks of this engine are the same pages.
+        it.
+
+        Args:
+            pool: the host pool.
+            latent_layers: names of the layers whose latents are views of it.
+            shared: the pools of all ranks of this engine are the same pages.
+            addresses: where these views go through a device's alias, the addresses of their parts in host memory.
         """
         self._pool_shared = shared
         self._pool = self._stack.enter_context(pool)
         self._host_layers = frozenset(latent_layers)
+        self._host_addresses = dict(addresses or {})
 
     def before_pool_closes(self, close: Callable[[], None]) -> None:
         """Call something at the end, before the host pool goes: what still copies rows into it."""
         self._stack.callback(close)
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, caches: Mapping[str, Cache]) -> None:
         """Learn where the caches lie, register them with the transport, and start to listen.
 
         Args:
@@ -139,9 +156,14 @@ class TidalWorker:
             )
         rank = tensor_rank(facts.ranks)
         control = config.control.for_rank(rank)
-        placed = place_caches(caches, self._host_layers)
-        self._regions = dict(placed)
-        self._latent_bytes = next(caches[name].element_size() for name, r in placed if r.kind is RegionKind.LATENT)
+        placed = place_caches(caches, self._host_layers, self._host_addresses)
+        self._regions = tuple(region for _, region in placed)
+        self._latent_bytes = next(
+            tensor.element_size()
+            for name, cache in caches.items()
+            for kind, tensor in cache_parts(name, cache)
+            if kind.latent
+        )
         layout = model_layout(self._vllm_config, caches, placed, config.weights)
         placement = placement_of(placed)
         placement.check(layout)
@@ -182,7 +204,7 @@ class TidalWorker:
         self._handshake = TidalHandshake(control=loop.address, incarnation=identity.incarnation)
         announce(identity, loop.address, layout, self._pool, self._counters)
 
-    def _open_plane(self, caches: Mapping[str, torch.Tensor]) -> TransferPlane:
+    def _open_plane(self, caches: Mapping[str, Cache]) -> TransferPlane:
         config = self._facts.config
         host = config.transfer_host
         plane = self._stack.enter_context(open_plane(config, host, self._woken))
@@ -190,11 +212,10 @@ class TidalWorker:
         if pool is not None:
             plane.register(pool.address, pool.length, Home.HOST)
         on_device = int(self._counters.snapshot()["selection_cache_bytes"])
-        for address, length in storages(caches):
-            if pool is None or not pool.address <= address < pool.address + pool.length:
-                on_device += length
-                # Nobody writes into an engine that only prefills, so its memory is not offered to the network.
-                plane.register(address, length, Home.DEVICE, target=self._facts.consumer)
+        for address, length in storages(caches, self._host_layers):
+            on_device += length
+            # Nobody writes into an engine that only prefills, so its memory is not offered to the network.
+            plane.register(address, length, Home.DEVICE, target=self._facts.consumer)
         self._counters.set("device_kv_bytes", on_device)
         return plane
 
@@ -293,7 +314,7 @@ class TidalWorker:
                 sender.give_up(RequestId(chunk.request), "the forward pass of prefill broke")
             return
         at = time.monotonic()
-        for region in self._regions.values():
+        for region in self._regions:
             self._announce(region.layer)
         for chunk in self._step.chunks:
             if chunk.done:
@@ -330,7 +351,7 @@ class TidalWorker:
             found.failed.add(request)
             found.failed_blocks.update(item.pages)
         elif item.sabotage is not None:
-            corrupt_row(self._regions.values(), item, self._latent_bytes)
+            corrupt_row(self._regions, item, self._latent_bytes)
 
     def failed_blocks(self) -> set[int]:
         """Return the blocks of the receives that failed in the last poll (for hosts that take blocks, not
