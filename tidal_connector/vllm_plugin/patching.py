@@ -103,16 +103,25 @@ class Patch(Seam):
     replacement: Callable[..., Any]
     wraps: bool = False
 
+    def applied(self) -> bool:
+        """Tell whether the attribute is replaced already.
+
+        Raises:
+            HostChanged: it is gone.
+        """
+        current = _function(self.found())
+        return current is self.replacement or getattr(current, _MARK, None) == self.name
+
     def apply(self) -> None:
         """Replace the attribute unless it is replaced already; a class or static method stays one.
 
         Raises:
             HostChanged: the host is not what the patch was written for.
         """
+        if self.applied():
+            return
         stored = self.found()
         current = _function(stored)
-        if current is self.replacement or getattr(current, _MARK, None) == self.name:
-            return
         self.check(current)
         new = self.replacement
         if self.wraps:

@@ -45,7 +45,8 @@ def register() -> None:
 
     ``kv_connector_module_path`` is then not needed. Where our CPU platform is in charge, vLLM's processes also cease
     to spin here. What else the CPU backend replaces in vLLM is replaced in worker processes only, by
-    ``TidalCpuPlatform.register_triton_kernel_overrides``, because importing it takes seconds.
+    ``TidalCpuPlatform.register_triton_kernel_overrides``, because importing it takes seconds. Where vllm-ascend is in
+    charge, its platform learns of our worker for engines with offload; all else is replaced in that worker.
 
     Raises:
         HostChanged: vLLM is not what the patch against spinning was written for.
@@ -54,6 +55,7 @@ def register() -> None:
         from tidal_connector.vllm_plugin.cpu import waiting
 
         waiting.PATCH.apply()
+    _extend_ascend()
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError:
@@ -63,6 +65,23 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     except ValueError:
         _log.debug("the connector's name is registered already")
+
+
+def _extend_ascend() -> None:
+    """Let vllm-ascend choose our worker for engines with offload, if it is in charge; one that has changed is left as
+    it is, since engines without offload need nothing from us.
+    """
+    from tidal_connector.vllm_plugin.ascend import host
+    from tidal_connector.vllm_plugin.patching import HostChanged
+
+    if not host.in_charge():
+        return
+    from tidal_connector.vllm_plugin.ascend import patches
+
+    try:
+        patches.apply_everywhere()
+    except HostChanged as error:
+        _log.error("latents cannot be kept in host memory here: %s", error)
 
 
 def host_build() -> tuple[tuple[int, int], bool] | None:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is added to vllm-ascend's platform: our worker where the latents live in the host pool, our attention backend in
+it, and a refusal at start of what cannot work together.
+
+The functions here make replacements out of the host's own ones (see :mod:`.patches`). They are called while vLLM builds
+its configuration, in the front end, and again for each attention layer in the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tidal_connector.errors import ConfigError
+from tidal_connector.vllm_plugin.ascend import host
+from tidal_connector.vllm_plugin.offload_plan import adopt_switch, resolve
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_FOLDER = "tidal_connector.vllm_plugin.ascend"
+STOCK_WORKER = "vllm_ascend.worker.worker.NPUWorker"
+WORKER = f"{_FOLDER}.worker.TidalNpuWorker"
+STOCK_BACKEND = "vllm_ascend.attention.sfa_v1.AscendSFABackend"
+BACKEND = f"{_FOLDER}.backend.TidalSFABackend"
+
+BLOCK_SIZE = 128
+"""Tokens of a block: vllm-ascend's kernels know no other, and the host pool's pages are blocks."""
+
+TOP_K = 2048
+"""What vllm-ascend's indexer selects, whatever the model's ``index_topk`` says."""
+
+
+def configuring(stock: Callable[[type, VllmConfig], None]) -> Callable[[type, VllmConfig], None]:
+    """Make ``NPUPlatform.check_and_update_config`` out of the stock one: with offload, our worker is chosen.
+
+    Without offload the result does what the stock function does, and nothing else.
+    """
+
+    @functools.wraps(stock)
+    def check_and_update_config(cls: type, vllm_config: VllmConfig) -> None:
+        adopt_switch(vllm_config)
+        if vllm_config.model_config is None or resolve(vllm_config) is None:
+            stock(cls, vllm_config)
+            return
+        from tidal_connector.vllm_plugin.ascend import patches
+
+        host.check_versions()
+        patches.check()
+        stock(cls, vllm_config)
+        refuse(vllm_config)
+        vllm_config.parallel_config.worker_cls = WORKER
+
+    return check_and_update_config
+
+
+def choosing_backend(stock: Callable[..., str]) -> Callable[..., str]:
+    """Make ``NPUPlatform.get_attn_backend_cls`` out of the stock one: ours takes the place of the sparse backend.
+
+    Applied in workers with offload only.
+    """
+
+    @functools.wraps(stock)
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        chosen = stock(cls, selected_backend, attn_selector_config, num_heads)
+        return BACKEND if chosen == STOCK_BACKEND else chosen
+
+    return get_attn_backend_cls
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Refuse settings with which latents in the host pool cannot work.
+
+    Args:
+        vllm_config: the configuration after the stock rules.
+
+    Raises:
+        ConfigError: the first that was found, and what to set instead.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    top_k, additional = int(model.hf_config.index_topk), vllm_config.additional_config or {}
+    worker = parallel.worker_cls
+    if worker not in (STOCK_WORKER, WORKER):
+        raise ConfigError(
+            f"worker_cls = {worker}: offload has a worker of its own, made out of {STOCK_WORKER}; drop it"
+        )
+    if vllm_config.cache_config.block_size != BLOCK_SIZE:
+        raise ConfigError(
+            f"--block-size {vllm_config.cache_config.block_size}: offload on Ascend needs blocks of {BLOCK_SIZE} "
+            f"tokens; set --block-size {BLOCK_SIZE}"
+        )
+    if top_k != TOP_K:
+        raise ConfigError(
+            f'index_topk = {top_k}: {host.HOST} selects {TOP_K} positions whatever the model says; set "offload": "off"'
+        )
+    if model.enable_sleep_mode:
+        raise ConfigError('--enable-sleep-mode: the host pool does not sleep; drop it, or set "offload": "off"')
+    for name in ("enable_sparse_sfa_c8", "enable_dsa_cp"):
+        if additional.get(name, False):
+            raise ConfigError(
+                f"additional_config: {name} changes how latents are kept, which offload does not know; drop it, or set "
+                '"offload": "off"'
+            )
