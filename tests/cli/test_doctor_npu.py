@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from tests.cli.machines import asks, machine, write
+from tests.standins.build import ascendcl
 from tidal_connector.cli.doctor import gather as gathering
 from tidal_connector.cli.doctor.check_npu import check_npu
 from tidal_connector.cli.doctor.examine import examine
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import State
-from tidal_connector.cli.doctor.gather_npu import OPERATORS, read_ascend
+from tidal_connector.cli.doctor.gather_npu import NPU_IMPORTS, OPERATORS, read_ascend
 from tidal_connector.cli.doctor.npu_facts import Ascend, OpPackage
 from tidal_connector.cli.doctor.wishes import PoolWish, Wishes
 from tidal_connector.config import DeviceAccess, Protocol
@@ -49,7 +50,7 @@ def npu(**changes: Any) -> Facts:
     """A machine with NPUs on which nothing is wrong, with changes."""
     facts = machine(
         packages=PACKAGES,
-        imports=dict.fromkeys(("mooncake", "native module", "libascendcl", "torch_npu"), ""),
+        imports=dict.fromkeys(("mooncake", "native module", *NPU_IMPORTS), ""),
         kernel=(6, 6),
         ascend=WELL,
     )
@@ -91,20 +92,28 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
     "an old driver": ({"ascend": without(driver="24.1.rc3")}, asks(), "NPU driver", State.WARN, "20 GB", "25.5.0"),
     "a driver of no version": ({"ascend": without(driver="")}, asks(), "NPU driver", State.WARN, "unknown", "npu-smi"),
     "CANN cannot be loaded": (
-        {"imports": {"libascendcl": "OSError: libascendcl.so: cannot open shared object file", "torch_npu": ""}},
+        {"imports": {"libascendcl": "DeviceMissing: libascendcl.so cannot be loaded; tried ...: cannot open"}},
         asks(),
-        "libascendcl load",
+        "libascendcl",
         State.FAIL,
         "cannot open",
         "set_env.sh",
     ),
     "torch_npu cannot be imported": (
-        {"imports": {"libascendcl": "", "torch_npu": "ImportError: libhccl.so: cannot open shared object file"}},
+        {"imports": {"torch_npu": "ImportError: libhccl.so: cannot open shared object file"}},
         asks(),
-        "torch_npu load",
+        "torch_npu",
         State.FAIL,
         "libhccl.so",
         "set_env.sh",
+    ),
+    "host memory cannot be registered": (
+        {"imports": {"host registration": "aclrtHostRegisterV2 of 2 MiB at 0x1: 207001, memory cannot be had; lower"}},
+        asks(),
+        "host registration",
+        State.FAIL,
+        "207001",
+        "tidal selftest npu",
     ),
     "torch-npu is another": (
         {"packages": {**PACKAGES, "torch-npu": "2.10.0.post2"}},
@@ -246,6 +255,14 @@ def test_libraries_are_tried_where_there_is_an_npu_and_not_elsewhere(
     facts = gathering.gather(
         write(tmp_path, {"dev/davinci0": "", "proc/sys/kernel/osrelease": "5.10.0-9.oe\n"}), asks()
     )
-    assert set(facts.imports) == {"libascendcl", "torch_npu"}
-    assert "libascendcl.so" in facts.imports["libascendcl"]  # there is none here: what the loader says is handed on
+    assert set(facts.imports) == set(NPU_IMPORTS)
+    for name in ("libascendcl", "host registration"):  # there is none here: what the loader says is handed on
+        assert "libascendcl.so cannot be loaded; tried" in facts.imports[name]
     assert facts.kernel == (5, 10)
+
+
+def test_a_hugepage_is_registered_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDAL_ASCENDCL", str(ascendcl()))
+    assert [gathering._import(NPU_IMPORTS[name]) for name in ("libascendcl", "host registration")] == ["", ""]
+    monkeypatch.setenv("TIDAL_ASCENDCL", str(ascendcl("STANDIN_WITHOUT_UNREGISTER")))
+    assert "aclrtHostUnregister" in gathering._import(NPU_IMPORTS["host registration"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 
-from tidal_connector.cli.doctor.check_software import VLLM_ASCEND, import_of
+from tidal_connector.cli.doctor.check_software import VLLM_ASCEND
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import Finding, fail, good, warn
 from tidal_connector.cli.doctor.gather_npu import NPU_IMPORTS, OPERATORS
 from tidal_connector.cli.doctor.npu_facts import Ascend
 from tidal_connector.cli.doctor.wishes import Wishes
 from tidal_connector.config import DeviceAccess, Protocol
+from tidal_connector.memory.acl.pool import LAST_WITHOUT_PAGES
 from tidal_connector.memory.report import GIB, size_text
 
 CANN = "9.1"
@@ -21,7 +22,6 @@ TORCH_NPU = "2.10.0.post4"
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 _HDK_OF_1TB = (25, 5)
 _SMALL_HDK_POOL = 20 * GIB
-_KERNEL_OF_MAPPED = (5, 11)  # older ones register only what aclrtMallocHost gave
 _KERNEL_OF_MALLOC = (5, 19)  # older ones are not documented for memory of the system's own allocators
 
 
@@ -40,7 +40,7 @@ def check_npu(facts: Facts, wishes: Wishes) -> list[Finding]:
         _devices(ascend),
         *_driver(ascend, wishes),
         _cann(ascend),
-        *(import_of(f"{name} load", name, facts, _SET_ENV) for name in NPU_IMPORTS),
+        *(_tried(name, facts) for name in NPU_IMPORTS),
         _torch_npu(facts.packages.get("torch-npu")),
         _operators(ascend, wishes),
         *_kernel(facts, wishes),
@@ -83,6 +83,14 @@ def _cann(ascend: Ascend) -> Finding:
     return warn("CANN", f"{ascend.cann}; written for {CANN}, as vllm-ascend {VLLM_ASCEND}", f"install CANN {CANN}.0")
 
 
+def _tried(name: str, facts: Facts) -> Finding:
+    """Whether a library loads, and whether host memory can be registered; what failed carries its own mend."""
+    error = facts.imports.get(name, "it was not tried")
+    if not error:
+        return good(name, "one hugepage was registered and given back" if name == "host registration" else "loads")
+    return fail(name, error, _SET_ENV if ".so" in error else "see the end of the line; then tidal selftest npu")
+
+
 def _torch_npu(version: str | None) -> Finding:
     fix = f"pip install torch-npu=={TORCH_NPU} torch==2.10.0"
     if version is None:
@@ -118,7 +126,7 @@ def _kernel(facts: Facts, wishes: Wishes) -> list[Finding]:
     if facts.kernel is None or facts.kernel >= _KERNEL_OF_MALLOC:
         return []
     version, fix = ".".join(map(str, facts.kernel)), "use a kernel of 5.19 or newer (openEuler 24.03 has 6.6)"
-    if facts.kernel >= _KERNEL_OF_MAPPED:
+    if facts.kernel > LAST_WITHOUT_PAGES:
         text = f"{version}: below 5.19 the driver does not promise to map what the system allocated"
         return [warn("NPU kernel", text, f"tidal selftest npu --only bandwidth shows whether it does; else {fix}")]
     text = f"{version}: up to 5.10 ACL registers nothing but memory of aclrtMallocHost"

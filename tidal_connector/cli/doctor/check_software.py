@@ -90,16 +90,15 @@ def check_mooncake(facts: Facts, wishes: Wishes) -> list[Finding]:
     if Protocol.ASCEND in wishes.protocols and "mooncake-transfer-engine-npu" not in found:
         text = 'transfer.protocol = "ascend", but the installed Mooncake knows only tcp and rdma'
         lines.append(fail("Mooncake", text, f"pip install mooncake-transfer-engine-npu=={MOONCAKE[wanted][0]}"))
-    return [*lines, import_of("Mooncake import", "mooncake", facts)]
+    return [*lines, _import_of("Mooncake import", "mooncake", facts)]
 
 
 def check_native(facts: Facts, _: Wishes) -> list[Finding]:
     """Whether the compiled operators can be loaded; without them decode runs on the reference, far too slowly."""
-    return [import_of("native module", "native module", facts, "make setup, or: pip install .")]
+    return [_import_of("native module", "native module", facts, "make setup, or: pip install .")]
 
 
-def import_of(what: str, module: str, facts: Facts, fix: str = "") -> Finding:
-    """Say whether a module or library could be loaded, and if not, what is known to help."""
+def _import_of(what: str, module: str, facts: Facts, fix: str = "") -> Finding:
     error = facts.imports.get(module, "it was not tried")
     if not error:
         return good(what, "can be imported")

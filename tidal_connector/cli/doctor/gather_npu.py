@@ -21,10 +21,16 @@ OPERATORS = {
 """Our operators, and the name that a library exports for each."""
 
 NPU_IMPORTS = {
-    "libascendcl": "import ctypes; ctypes.CDLL('libascendcl.so')",
+    "libascendcl": "from tidal_connector.memory.acl import AclRuntime; AclRuntime.open()",
     "torch_npu": "import torch, torch_npu",
+    "host registration": """
+import sys
+from tidal_connector.memory.acl import probe
+found = probe(device=0)
+sys.exit(None if found.registered else found.line())
+""",
 }
-"""What is tried on a machine with an NPU, as ``gather.IMPORTS``."""
+"""What is tried on a machine with an NPU, as ``gather.IMPORTS``; the last registers one hugepage for a moment."""
 
 _LIBRARY = "op_api/lib/libcust_opapi.so"
 _CUSTOM, _OPERATORS, _HOME = "ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH", "ASCEND_HOME_PATH"
