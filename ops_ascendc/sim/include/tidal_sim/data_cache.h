@@ -95,8 +95,7 @@ class DataCache {
     if (!dirty) return;
     for (std::uint64_t i = 0; i < bytes; ++i) {
       if (line.dirty[i]) {
-        if (const auto conflict = buffer.shadow->write(first + i, 1, now))
-          refuse(who, "buffer '", buffer.name, "' offset ", first + i, ": ", remedy(*conflict, now));
+        buffer.shadow->settle(first + i, now);  // nobody else came near it: check_order refuses cached bytes
       } else if (foreign(buffer, first + i, line.loaded)) {
         refuse(who, "buffer '", buffer.name, "' offset ", first + i,
                ": writing the 64-byte line back undoes what was written there since the line was loaded; "

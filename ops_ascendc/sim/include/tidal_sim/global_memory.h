@@ -85,7 +85,8 @@ class GlobalMemory {
     const GlobalBuffer& buffer = *place.buffer;
     if (way == Way::Write && !buffer.writable)
       refuse(who, "buffer '", buffer.name, "' offset ", at(place, extra), ": the buffer may only be read");
-    if (extra > place.declared || length > place.declared - extra)
+    const bool said = place.declared != UINT64_MAX;
+    if (said && (extra > place.declared || length > place.declared - extra))
       refuse(who, "buffer '", buffer.name, "' offset ", at(place, extra), ": ", length,
              " bytes leave the GlobalTensor, which has ", place.declared, " bytes from offset ",
              at(place, 0));

@@ -23,28 +23,28 @@ struct Outcome {
   std::uint64_t sync_alls = 0;   // that all cores passed
 };
 
-inline void run_core(const std::shared_ptr<Device>& device, int id, const std::function<void()>& kernel) {
-  Core core(*device, id);
+inline void run_core(Core& core, const std::function<void()>& kernel) {
+  Device& device = core.device;
   core_of_this_thread() = &core;
   try {
     kernel();
     core.finish();
-    device->ended(id, core.sync_alls);
+    device.ended(core.id, core.sync_alls);
   } catch (const Stopped&) {
   } catch (const Fault& fault) {
-    device->fail(fault.what());
+    device.fail(fault.what());
   } catch (const std::exception& error) {
-    device->fail(text("core ", id, ": kernel: threw ", error.what()));
+    device.fail(text("core ", core.id, ": kernel: threw ", error.what()));
   } catch (...) {
-    device->fail(text("core ", id, ": kernel: threw what is no std::exception"));
+    device.fail(text("core ", core.id, ": kernel: threw what is no std::exception"));
   }
   core_of_this_thread() = nullptr;
-  device->left(id, core.traffic);
+  device.left(core.id, core.traffic);
 }
 
-// A core that calls nothing of the simulation any more cannot be stopped; its thread is left behind, and with
-// it what it holds. Everything else ends within the deadline and this.
-constexpr double kGraceSeconds = 2;
+// A core that calls nothing of the simulation any more cannot be stopped; after this its thread is left
+// behind, and with it what it holds. Every other core has ended by then.
+constexpr double kGraceSeconds = 1;
 
 inline std::string list_of(const std::vector<int>& cores) {
   std::string list;
@@ -52,29 +52,42 @@ inline std::string list_of(const std::vector<int>& cores) {
   return list;
 }
 
+// Starts a thread for each core and waits for their end, for the deadline and the grace at most.
+inline void run_cores(const std::shared_ptr<Device>& device, const std::function<void()>& kernel) {
+  std::vector<std::thread> threads;
+  try {
+    for (int id = 0; id < device->options.blocks; ++id) {
+      const auto core = std::make_shared<Core>(*device, id);
+      threads.emplace_back([device, core, kernel] { run_core(*core, kernel); });
+    }
+  } catch (const std::exception& error) {
+    const int first = static_cast<int>(threads.size());
+    device->fail(text("launch: no thread or memory for core ", first, ": ", error.what()));
+    for (int id = first; id < device->options.blocks; ++id) device->left(id, {});
+  }
+  std::vector<int> running = device->running_after(device->options.deadline_s);
+  if (!running.empty()) {
+    device->fail(text("launch: the deadline of ", device->options.deadline_s, " s is over, and core ",
+                      list_of(running), " still runs; does a loop of the kernel end?"));
+    running = device->running_after(kGraceSeconds);
+  }
+  for (const int id : running) threads[static_cast<std::size_t>(id)].detach();
+  for (std::thread& thread : threads)
+    if (thread.joinable()) thread.join();
+}
+
+// Throws nothing; each error is a line in the outcome.
 inline Outcome Launch(const Options& options, const std::vector<Buffer>& buffers,
                       const std::function<void()>& kernel) {
   if (options.blocks < 1 || options.blocks > kMostCores)
     return {text("launch: blocks = ", options.blocks, ", expected 1 to ", kMostCores), {}, 0};
-  std::shared_ptr<Device> device;
   try {
-    device = std::make_shared<Device>(options, buffers);
-  } catch (const Fault& fault) {
-    return {fault.what(), {}, 0};
+    const auto device = std::make_shared<Device>(options, buffers);
+    run_cores(device, kernel);
+    return {device->error(), device->traffic(), device->sync_alls()};
+  } catch (const std::exception& error) {
+    return {error.what(), {}, 0};
   }
-  std::vector<std::thread> cores;
-  for (int id = 0; id < options.blocks; ++id)
-    cores.emplace_back([device, id, kernel] { run_core(device, id, kernel); });
-  std::vector<int> running = device->running_after(options.deadline_s);
-  if (!running.empty()) {
-    device->fail(text("launch: the deadline of ", options.deadline_s, " s is over, and core ",
-                      list_of(running), " still runs; does a loop of the kernel end?"));
-    running = device->running_after(kGraceSeconds);
-  }
-  for (const int id : running) cores[static_cast<std::size_t>(id)].detach();
-  for (std::thread& core : cores)
-    if (core.joinable()) core.join();
-  return {device->error(), device->traffic(), device->sync_alls()};
 }
 
 }  // namespace tidal_sim

@@ -71,13 +71,16 @@ class Shadow {
                                 bool cached = false) {
     for (std::size_t i = offset; i < offset + length; ++i) {
       Cell& cell = cells_.get()[i];
-      if (!ordered(cell.write, moment)) return Conflict{i, cell.write, true};
-      for (const Mark& read : cell.read)
+      for (const Mark& read : cell.read)  // first: mostly behind the write, so waiting for it waits for both
         if (!ordered(read, moment)) return Conflict{i, read, false};
+      if (!ordered(cell.write, moment)) return Conflict{i, cell.write, true};
       cell.write = mark_of(moment, cached);
     }
     return std::nullopt;
   }
+
+  // A byte that was written before, into a cache, reaches the memory now.
+  void settle(std::size_t offset, const Moment& moment) { cells_.get()[offset].write = mark_of(moment); }
 
   const Mark& written(std::size_t offset) const { return cells_.get()[offset].write; }
 

@@ -104,12 +104,13 @@ class LocalTensor {
 
   std::uint32_t GetSize() const { return place_.bytes / static_cast<std::uint32_t>(sizeof(T)); }
 
-  // A raw address: what is done through it is not checked, and in lazy mode a DMA may not have arrived there.
-  T* GetPhyAddr() const {
+  // A raw address, as a number: what is done through it is not checked, and in lazy mode a DMA may not have
+  // arrived there.
+  std::uint64_t GetPhyAddr() const {
     const char* const api = "LocalTensor::GetPhyAddr";
     tidal_sim::Core& core = tidal_sim::current(api);
     core.ub.check(core.who(api), place_, 0, 0, false);
-    return reinterpret_cast<T*>(core.ub.data(place_.buffer->offset + place_.offset));
+    return reinterpret_cast<std::uintptr_t>(core.ub.data(place_.buffer->offset + place_.offset));
   }
 
   const tidal_sim::LocalPlace& Place() const { return place_; }  // of the simulation only
