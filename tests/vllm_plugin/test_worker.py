@@ -18,6 +18,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin  # noqa: E40
 from tidal_connector.config import TidalConfig  # noqa: E402
 from tidal_connector.ids import EngineId  # noqa: E402
 from tidal_connector.vllm_plugin.metadata import SendChunk, TidalMetadata  # noqa: E402
+from tidal_connector.vllm_plugin.step_sends import StepSends  # noqa: E402
+from tidal_connector.vllm_plugin.timeline import AtOnce  # noqa: E402
 from tidal_connector.vllm_plugin.translate import EngineFacts  # noqa: E402
 from tidal_connector.vllm_plugin.worker import TidalWorker  # noqa: E402
 
@@ -49,7 +51,7 @@ def worker() -> TidalWorker:
     facts = EngineFacts(EngineId("e"), TidalConfig(), True, False, False, 16, False)
     made = TidalWorker(None, facts)  # type: ignore[arg-type]
     made._sender = FakeSender()  # type: ignore[assignment]
-    made._regions = {name: SimpleNamespace(layer=layer) for name, layer in LAYERS.items()}  # type: ignore[misc]
+    made._sends = StepSends(made._sender, LAYERS.values(), AtOnce(), 10.0)  # type: ignore[arg-type]
     return made
 
 

@@ -124,6 +124,10 @@ class TidalConnector(KVConnectorBase_V1, SupportsHMA):
         """A layer of this step is written: hand it on without waiting."""
         self.worker.layer_saved(layer_name)
 
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """A layer's rows of this step were written just now (vllm-ascend says so before it attends)."""
+        self.worker.layer_saved(layer_name)
+
     def wait_for_save(self) -> None:
         """Sweep the layers that no hook announced. Waits for nothing: pages stay with their request until
         sent.

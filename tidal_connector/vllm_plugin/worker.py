@@ -10,8 +10,6 @@ somebody else.
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,10 +26,13 @@ from tidal_connector.metrics import Counters
 from tidal_connector.prefill.sender import Sender
 from tidal_connector.transfer.plane import TransferPlane, open_plane
 from tidal_connector.vllm_plugin.metadata import Receive, TidalHandshake, TidalMetadata
+from tidal_connector.vllm_plugin.npu_transport import check_control_port, npus
 from tidal_connector.vllm_plugin.ranks import exchange, tensor_rank
 from tidal_connector.vllm_plugin.sabotage import corrupt_row
 from tidal_connector.vllm_plugin.startup import announce
 from tidal_connector.vllm_plugin.stats import Gains, TidalStats
+from tidal_connector.vllm_plugin.step_sends import StepSends
+from tidal_connector.vllm_plugin.timeline import timeline_of
 from tidal_connector.vllm_plugin.translate import (
     EngineFacts,
     cache_parts,
@@ -45,6 +46,7 @@ from tidal_connector.vllm_plugin.translate import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from tidal_connector.transfer.ascend import Npu
     from tidal_connector.vllm_plugin.translate import Cache
 
 logger = get_logger(__name__)
@@ -90,12 +92,13 @@ class TidalWorker:
         self._host_addresses: Mapping[str, Sequence[int]] = {}
         self._regions: tuple[Region, ...] = ()
         self._sender: Sender | None = None
+        self._sends: StepSends | None = None
         self._receiver: Receiver | None = None
         self._handshake: TidalHandshake | None = None
         self._latent_bytes = 0
+        self._on_cpu = True
         self._wake: Callable[[], None] = _nothing
         self._step = TidalMetadata()
-        self._saved: set[int] = set()
         self._receives: dict[str, Receive] = {}
         self._failed_blocks: set[int] = set()
 
@@ -158,16 +161,15 @@ class TidalWorker:
         control = config.control.for_rank(rank)
         placed = place_caches(caches, self._host_layers, self._host_addresses)
         self._regions = tuple(region for _, region in placed)
-        self._latent_bytes = next(
-            tensor.element_size()
-            for name, cache in caches.items()
-            for kind, tensor in cache_parts(name, cache)
-            if kind.latent
+        latent = next(
+            tensor for name, cache in caches.items() for kind, tensor in cache_parts(name, cache) if kind.latent
         )
+        self._latent_bytes, self._on_cpu = latent.element_size(), latent.device.type == "cpu"
         layout = model_layout(self._vllm_config, caches, placed, config.weights)
         placement = placement_of(placed)
         placement.check(layout)
-        plane = self._open_plane(caches)
+        npu = npus(config)
+        plane = self._open_plane(caches, npu)
         identity = Identity(facts.engine, new_incarnation(), rank, facts.ranks)
         if facts.producer:
             self._sender = Sender(
@@ -201,13 +203,19 @@ class TidalWorker:
         )
         self._wake = loop.wake
         self._stack.enter_context(loop)
+        check_control_port(loop.address, npu)
+        if self._sender is not None:
+            timeline = timeline_of(latent.device)
+            self._stack.callback(timeline.close)
+            layers = [region.layer for region in self._regions]
+            self._sends = StepSends(self._sender, layers, timeline, config.control.stall_s)
         self._handshake = TidalHandshake(control=loop.address, incarnation=identity.incarnation)
         announce(identity, loop.address, layout, self._pool, self._counters)
 
-    def _open_plane(self, caches: Mapping[str, Cache]) -> TransferPlane:
+    def _open_plane(self, caches: Mapping[str, Cache], npu: Npu | None) -> TransferPlane:
         config = self._facts.config
         host = config.transfer_host
-        plane = self._stack.enter_context(open_plane(config, host, self._woken))
+        plane = self._stack.enter_context(open_plane(config, host, self._woken, npu))
         pool = self._pool
         if pool is not None:
             plane.register(pool.address, pool.length, Home.HOST)
@@ -236,28 +244,16 @@ class TidalWorker:
         """Stop reading the pages that vLLM has just taken back, before the forward pass that may write
         them.
         """
-        sender = self._sender
-        if sender is None or not metadata.preempted:
-            return
-        for request in metadata.preempted:
-            sender.unready(RequestId(request), 0)
-        quiet = sender.quiesce([RequestId(r) for r in metadata.preempted], self._facts.config.control.stall_s)
-        if not quiet:
-            logger.error(
-                "preempted pages are still being read after %.1f s; their transfers fail",
-                self._facts.config.control.stall_s,
-            )
-            for request in metadata.preempted:
-                sender.give_up(RequestId(request), "its pages were taken by a preemption")
+        if self._sends is not None:
+            self._sends.preempted(metadata.preempted)
 
     def bind(self, metadata: TidalMetadata) -> None:
         """Take the step's intents. Called first in each step on both host versions."""
         self._step = metadata
-        self._saved.clear()
         if self._receiver is not None:
             self._bind_receives(metadata, self._receiver)
-        if self._sender is not None:
-            self._bind_sends(metadata, self._sender)
+        if self._sends is not None:
+            self._sends.bind(metadata)
 
     def _bind_receives(self, metadata: TidalMetadata, receiver: Receiver) -> None:
         for decline in metadata.declines:
@@ -278,47 +274,15 @@ class TidalWorker:
         for request, reason in metadata.aborts:
             receiver.abort(RequestId(request), reason)
 
-    def _bind_sends(self, metadata: TidalMetadata, sender: Sender) -> None:
-        for chunk in metadata.chunks:
-            request = RequestId(chunk.request)
-            sender.open(request, TransferId(chunk.transfer), chunk.hold_s, chunk.prompt)
-            sender.pages(request, [DevicePageId(page) for page in chunk.pages])
-        for end in metadata.ends:
-            request = RequestId(end.request)
-            if not end.scheduled:
-                sender.reject(TransferId(end.transfer), end.reason)
-            elif end.reason:
-                sender.abort(request, end.reason)
-            else:
-                sender.finish(request, end.total)
-
     def layer_saved(self, layer_name: str) -> None:
         """Announce that a layer's rows of this step are written, latents and index keys."""
-        self._announce(layer_index(layer_name))
-
-    def _announce(self, layer: int) -> None:
-        sender = self._sender
-        if sender is None or layer in self._saved or not self._step.chunks:
-            return
-        self._saved.add(layer)
-        sender.ready_many((layer,), [(RequestId(c.request), c.first, c.end) for c in self._step.chunks])
+        if self._sends is not None:
+            self._sends.layer_saved(layer_index(layer_name))
 
     def step_saved(self) -> None:
         """Announce the layers that no hook announced, and note which prompts are now complete."""
-        sender = self._sender
-        if sender is None or not self._step.chunks:
-            return
-        if sys.exc_info()[0] is not None:
-            # vLLM comes here in a finally clause, too: of a forward pass that raised, the other layers are not written.
-            for chunk in self._step.chunks:
-                sender.give_up(RequestId(chunk.request), "the forward pass of prefill broke")
-            return
-        at = time.monotonic()
-        for region in self._regions:
-            self._announce(region.layer)
-        for chunk in self._step.chunks:
-            if chunk.done:
-                sender.prefill_done(RequestId(chunk.request), at)
+        if self._sends is not None:
+            self._sends.step_saved()
 
     def poll(self) -> Outcomes:
         """Collect what ended since the last poll; a step without tokens waits a moment for it."""
@@ -351,7 +315,8 @@ class TidalWorker:
             found.failed.add(request)
             found.failed_blocks.update(item.pages)
         elif item.sabotage is not None:
-            corrupt_row(self._regions, item, self._latent_bytes)
+            # The host cannot reach into a device's memory, only into its own.
+            corrupt_row([r for r in self._regions if self._on_cpu or r.home is Home.HOST], item, self._latent_bytes)
 
     def failed_blocks(self) -> set[int]:
         """Return the blocks of the receives that failed in the last poll (for hosts that take blocks, not
