@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from tests.standins.ascendcl import Standin
 from tidal_connector.config import DeviceAccess, PageKind, PoolConfig, load_config
 from tidal_connector.errors import ConfigError, DeviceFailed
+from tidal_connector.memory import Share, SharedRegion
 from tidal_connector.memory.acl import AclRuntime, open_device_pool, probe
 from tidal_connector.memory.machine import Machine
 
@@ -131,3 +133,17 @@ def test_the_probe_tells_what_is_wrong(standin: Standin, tmp_path: Path) -> None
     missing = probe(str(tmp_path / "libascendcl.so"))
     assert not missing.library
     assert "cannot be loaded" in missing.line()
+
+
+def test_a_shared_pool_is_registered_by_each_rank(runtime: AclRuntime, standin: Standin) -> None:
+    share = Share(f"test-{uuid.uuid4()}", 0, 1, "f")
+    with open_device_pool(4 * MIB, PoolConfig(pages=PageKind.PLAIN), runtime, 0, share=share) as pool:
+        assert isinstance(pool.region, SharedRegion)
+        assert pool.registration is not None
+        assert standin.library.standin_is_real(pool.region.address)
+
+
+def test_memory_of_the_runtime_cannot_be_shared(runtime: AclRuntime, tmp_path: Path) -> None:
+    old = machine(tmp_path, "5.10.0")
+    with pytest.raises(ConfigError, match=r"shared by 8 ranks with memory of aclrtMallocHost .*Linux 5.10.*5.11"):
+        open_device_pool(4 * MIB, PoolConfig(), runtime, 0, share=Share("x", 0, 8, "f"), machine=old)

@@ -232,7 +232,7 @@ def register_as_another(runtime: AclRuntime, address: int, length: int) -> Calla
 def test_what_another_component_registered_whole_is_used_said_and_left_alone(
     region: MemoryRegion, runtime: AclRuntime, standin: Standin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "tidal_connector")
+    caplog.set_level(logging.INFO, "tidal.memory")
     end = register_as_another(runtime, region.address, 4 * MIB)
     with register_host(region, runtime, 0, SMALL) as registration:
         assert registration.report().borrowed == 4 * MIB
@@ -267,6 +267,7 @@ def test_a_foreign_registration_is_not_used_where_its_alias_can_be_asked_for_at_
 def test_a_region_that_is_closed_first_ends_its_registration_first(
     runtime: AclRuntime, standin: Standin, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "tidal.memory")
     region = open_region(4 * MIB, PoolConfig(pages=PageKind.PLAIN))
     registration = register_host(region, runtime, 0, PoolConfig())
     region.close()

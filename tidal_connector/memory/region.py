@@ -102,7 +102,7 @@ class MemoryRegion:
 
     def _end_holds(self) -> None:
         for name, end in reversed(list(self._holds.items())):
-            _log.warning("the pool is closed before its %s: that is ended first", name)
+            _log.info("the pool is closed before its %s: that is ended first", name)
             try:
                 end()
             except TidalError as error:

@@ -25,6 +25,7 @@ from tidal_connector.memory.builder import Progress
 from tidal_connector.memory.machine import Machine
 from tidal_connector.memory.region import MemoryRegion, open_region
 from tidal_connector.memory.report import RegionReport
+from tidal_connector.memory.shared import Share, open_shared
 
 _log = get_logger(__name__)
 
@@ -63,6 +64,7 @@ def open_device_pool(
     device: int,
     *,
     cuts: Sequence[int] = (),
+    share: Share | None = None,
     progress: Progress | None = None,
     machine: Machine | None = None,
 ) -> DevicePool:
@@ -75,6 +77,7 @@ def open_device_pool(
         device: the NPU's number in this process.
         cuts: offsets at which registrations should end, as for
             :func:`~tidal_connector.memory.acl.registration.register_host`.
+        share: the ranks of this machine that share the pool, each of which registers it with its own NPU; None: nobody.
         progress: called while pages are faulted in.
         machine: what the machine has; None asks the kernel.
 
@@ -82,12 +85,22 @@ def open_device_pool(
         DeviceFailed: the memory cannot be registered; nothing is left of it.
         PoolExhausted: the memory cannot be had.
         ConfigError: a setting contradicts another or names nothing that exists.
+        TidalError: what :func:`~tidal_connector.memory.shared.open_shared` raises, where the pool is shared.
     """
     machine = machine or Machine()
     way = access(settings, machine)
     with ExitStack() as stack:
+        region: MemoryRegion
         if way is DeviceAccess.RUNTIME:
+            if share is not None:
+                raise ConfigError(
+                    f"a pool shared by {share.world} ranks with memory of aclrtMallocHost (pool.register = "
+                    f"{settings.register.value!r}, Linux {_version(machine)}): that memory belongs to one process; use "
+                    "Linux 5.11 or newer, or one rank for each engine"
+                )
             region = open_runtime_region(length, settings, runtime, device, machine)
+        elif share is not None:
+            region = open_shared(length, settings, share, progress, machine)
         else:
             region = open_region(length, settings, progress, machine)
         stack.callback(region.close)
