@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tidal_connector.cluster.serving import HttpConfig, SuperviseConfig, read_serve_config
-from tidal_connector.config import SelectionConfig
+from tidal_connector.config import PoolConfig, SelectionConfig
 from tidal_connector.metrics import COUNTERS, GAUGES
 from tidal_connector.registry.settings import RegistryConfig
 
@@ -52,8 +52,10 @@ def test_an_engine_file_offers_every_setting_of_being_announced(
     assert sorted(offered) == sorted(field.name for field in msgspec.structs.fields(kind))
 
 
-def test_the_decode_file_offers_every_setting_of_the_selection_cache() -> None:
+@pytest.mark.parametrize(("table", "kind"), [("pool", PoolConfig), ("selection", SelectionConfig)])
+def test_the_decode_file_offers_every_setting_of_the_pool_and_the_selection_cache(
+    table: str, kind: type[msgspec.Struct]
+) -> None:
     text = (ROOT / "configs/decode.toml").read_text()
-    selection = text[text.index("[tidal.selection]") : text.index("[tidal.control]")]
-    offered = set(re.findall(r"(?m)^#? ?(\w+) = ", selection))
-    assert offered == {field.name for field in msgspec.structs.fields(SelectionConfig)}
+    part = text[text.index(f"[tidal.{table}]") + 1 :].partition("\n[")[0]
+    assert set(re.findall(r"(?m)^#? ?(\w+) = ", part)) == {field.name for field in msgspec.structs.fields(kind)}
