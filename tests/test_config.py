@@ -30,7 +30,7 @@ def test_a_full_configuration_is_taken_over() -> None:
     assert config.quarantine_s == 0.5
 
 
-@pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 120.0), ("rdma", 10.0), ("ascend", 10.0)])
+@pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 120.0), ("rdma", 10.0), ("ascend", 30.0)])
 def test_quarantine_follows_the_transport(protocol: str, seconds: float) -> None:
     assert load_config({"transfer": {"protocol": protocol}}).quarantine_s == seconds
 

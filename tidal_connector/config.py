@@ -130,7 +130,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         hold_s: how long finished prefill pages wait for a reservation.
         stall_s: longest time without progress before a transfer fails.
         quarantine_s: how long pages stay out of use after a transfer that did not end well; None: 120 on
-            tcp, 10 otherwise.
+            tcp, 30 on ascend, 10 on rdma.
     """
 
     bind: str = "127.0.0.1:0"
@@ -299,7 +299,8 @@ class TidalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Seconds of quarantine, by the transport where it is not set."""
         if self.control.quarantine_s is not None:
             return self.control.quarantine_s
-        return 120.0 if self.transfer.protocol is Protocol.TCP else 10.0
+        # Ascend tries a write twice, and each attempt may last as long as its timeout.
+        return {Protocol.TCP: 120.0, Protocol.ASCEND: 30.0, Protocol.RDMA: 10.0}[self.transfer.protocol]
 
 
 def parse_bytes(field: str, value: int | str) -> int:
@@ -439,13 +440,40 @@ def grpc_environment() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+_OF_ASCEND = (
+    "ASCEND_BASE_PORT",
+    "ASCEND_BUFFER_POOL",
+    "ASCEND_CONNECT_TIMEOUT",
+    "ASCEND_GLOBAL_RESOURCE_CONFIG",
+    "ASCEND_TRANSFER_TIMEOUT",
+    "HCCL_INTRA_ROCE_ENABLE",
+    "MC_FORCE_HCA",
+    "MC_FORCE_TCP",
+    "MC_MAX_RPC_PORT",
+    "MC_MIN_RPC_PORT",
+)
+
+
+def ascend_environment(stall_s: float | None = None) -> dict[str, str]:
+    """Return the variables that decide how Mooncake's ``ascend`` transport runs, as far as they are set.
+
+    Args:
+        stall_s: seconds after which a transfer that moves nothing has failed: timeouts that the operator has not set
+            are set so that a write has ended by then. None sets nothing. Must run before ``mooncake`` is imported.
+    """
+    if stall_s is not None:
+        os.environ.setdefault("ASCEND_CONNECT_TIMEOUT", str(max(1000, round(250 * stall_s))))
+        os.environ.setdefault("ASCEND_TRANSFER_TIMEOUT", str(max(1000, round(375 * stall_s))))
+    return {name: os.environ[name] for name in _OF_ASCEND if name in os.environ}
+
+
 def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float, ipv6: bool) -> bool:
     """Set the variables that Mooncake reads once at its import, and return whether its sockets will be of IPv6.
 
     Variables that the operator has set are left alone. Must run before ``mooncake`` is imported.
 
     Args:
-        force_tcp: take TCP whatever devices are found; otherwise demand the device that was asked for.
+        force_tcp: take TCP whatever devices are found.
         progress_timeout_s: seconds without a moved byte, or without an acknowledgement, before a descriptor
             fails.
         wait_timeout_s: bound of Mooncake's own blocking waits; must exceed the former.

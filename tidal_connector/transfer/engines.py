@@ -13,12 +13,23 @@ from collections.abc import Callable
 from tidal_connector.transfer.carrier import Engine
 
 
-class EnginePool:
-    """Engines that write: made on demand, kept, and never given twice for one name."""
+def _nothing() -> None:
+    """Prepare no thread."""
 
-    def __init__(self, make: Callable[[], Engine], shared: Engine | None) -> None:
+
+class EnginePool:
+    """Engines that write: made on demand, kept, and never given twice for one name.
+
+    Args:
+        make: makes one.
+        shared: one for everybody, where the transport allows no other in this process.
+        enter: prepares the thread that is about to use the shared one.
+    """
+
+    def __init__(self, make: Callable[[], Engine], shared: Engine | None, enter: Callable[[], None] = _nothing) -> None:
         self._make = make
         self._shared = shared
+        self._enter = enter
         self._lock = threading.Lock()
         self._spare: list[Engine] = []
         self._opened: dict[Engine, set[str]] = {}
@@ -26,6 +37,7 @@ class EnginePool:
     def take(self, peer: str) -> Engine:
         """Return an engine that has never opened this peer, or the shared one."""
         if self._shared is not None:
+            self._enter()
             return self._shared
         with self._lock:
             fresh = next((engine for engine in self._spare if peer not in self._opened[engine]), None)

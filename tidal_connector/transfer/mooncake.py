@@ -5,7 +5,8 @@ A *home* engine is initialised at :meth:`MooncakePlane.open`; it owns our regist
 peers write to. Writes go out through further engines, one for each peer (see
 :mod:`tidal_connector.transfer.carrier`). Over TCP these register nothing, so a prefill node's memory stays
 out of reach; RDMA needs every source registered. Ascend allows one engine for each process, so there the
-home engine carries too and nothing can be abandoned.
+home engine carries too and nothing can be abandoned; what else it demands is in
+:mod:`tidal_connector.transfer.ascend`.
 
 Destroying an engine holds the interpreter for about 0.9 s (its listener leaves ``accept`` once a second). So
 engines are pooled and destroyed only at :meth:`MooncakePlane.close` and as the last resort; one that has
@@ -25,10 +26,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tidal_connector.address import join_address, only_ipv6
-from tidal_connector.config import Protocol, TransferConfig, mooncake_environment
+from tidal_connector.config import Protocol, TransferConfig, ascend_environment, mooncake_environment
 from tidal_connector.errors import PeerLost, TransferFailed
 from tidal_connector.layout import Home
 from tidal_connector.log import get_logger
+from tidal_connector.transfer import ascend
 from tidal_connector.transfer.carrier import Carrier, CarrierSettings
 from tidal_connector.transfer.engines import EnginePool
 from tidal_connector.transfer.families import as_called
@@ -84,10 +86,19 @@ class MooncakeEngine:
         Raises:
             TransferFailed: Mooncake refuses it.
         """
-        code = self._live().batch_register_memory([address], [length], location)
+        self.register_many([address], [length], location)
+
+    def register_many(self, addresses: Sequence[int], lengths: Sequence[int], location: str) -> None:
+        """Register ranges of one location, all or none.
+
+        Raises:
+            TransferFailed: Mooncake refuses them.
+        """
+        code = self._live().batch_register_memory(list(addresses), list(lengths), location)
         if code != 0:
             text = _CODES.get(code, "unknown")
-            raise TransferFailed(f"register {length} bytes at {address:#x} as {location!r}: {text} (code {code})")
+            what = f"{lengths[0]} bytes at {addresses[0]:#x}" if len(lengths) == 1 else f"{len(lengths)} ranges"
+            raise TransferFailed(f"register {what} as {location!r}: {text} (code {code})")
 
     def submit_write(self, peer: str, source: int, destination: int, length: int) -> int:
         """Start one write; return its id, 0 if refused. May block to open the peer."""
@@ -124,6 +135,8 @@ class MooncakePlane(TransferPlane):
         host: address under which peers reach this process.
         on_receipt: called from a carrier thread whenever :meth:`poll` has something new.
         stall_s: seconds after which a peer that moves nothing has failed.
+        quarantine_s: seconds for which pages stay out of use after a transfer that did not end well.
+        npu: the NPUs, for the protocol ``ascend``.
         abandon_s: seconds without an end after which a peer's engine is destroyed; None: three times
             ``stall_s``, at least 30.
     """
@@ -137,6 +150,8 @@ class MooncakePlane(TransferPlane):
         on_receipt: Callable[[], None],
         *,
         stall_s: float,
+        quarantine_s: float = 30.0,
+        npu: ascend.Npu | None = None,
         abandon_s: float | None = None,
     ) -> None:
         self._config = config
@@ -144,6 +159,9 @@ class MooncakePlane(TransferPlane):
         self._ipv6 = False
         self._on_receipt = on_receipt
         self._stall_s = stall_s
+        self._quarantine_s = quarantine_s
+        self._npu = npu
+        self._ascend: ascend.Regions | None = None
         self._settings = CarrierSettings(
             protocol=str(config.protocol),
             window=config.window,
@@ -167,6 +185,7 @@ class MooncakePlane(TransferPlane):
 
     def open(self) -> None:
         """Initialise the home engine and check that it runs the transport that was asked for."""
+        enter = self._prepare_ascend() if self._config.protocol is Protocol.ASCEND else None
         # A third of the stall: a descriptor waits for its lane, its bytes and its acknowledgement in turn.
         self._ipv6 = mooncake_environment(
             force_tcp=self._config.protocol is Protocol.TCP,
@@ -189,7 +208,19 @@ class MooncakePlane(TransferPlane):
                 "the device was not found; name it in transfer.device or choose the protocol that runs"
             )
         self._home = home
-        self._pool = EnginePool(self._make_sender, home if self._config.protocol is Protocol.ASCEND else None)
+        self._pool = EnginePool(self._make_sender, home, enter) if enter else EnginePool(self._make_sender, None)
+
+    def _prepare_ascend(self) -> Callable[[], None]:
+        """Check what the transport demands, and return what each thread has to do that uses its engine."""
+        found = ascend_environment(self._stall_s)
+        device = ascend.prepare(self._host, self._npu, found, self._quarantine_s)
+        npu = self._npu
+        assert npu is not None
+        self._ascend = ascend.Regions(device)
+        note = ascend.link_note(found)
+        if note:
+            _log.warning("transfer.protocol = ascend: %s", note)
+        return lambda: npu.enter(device)
 
     def close(self) -> None:
         """Let writes in flight end for a few seconds, then destroy all engines."""
@@ -215,21 +246,26 @@ class MooncakePlane(TransferPlane):
             home.close()
 
     def register(self, address: int, length: int, home: Home, *, target: bool = True) -> None:
-        """Make a range a source and, by default, a target."""
+        """Make a range a source and, by default, a target; over Ascend, once :meth:`endpoint` is asked for."""
         engine = self._opened()
         needed = target or self._config.protocol is not Protocol.TCP
-        location = "cpu:0" if self._config.protocol is Protocol.ASCEND and home is Home.HOST else "*"
+        if self._ascend is not None:
+            self._ascend.add(address, length, home)
         try:
             self._sources.add(address, length)
         except ValueError as error:
             raise TransferFailed(f"register: {error}") from None
-        if needed:
-            engine.register(address, length, location)
-            self._registered.append((address, length, location))
+        if needed and self._ascend is None:
+            engine.register(address, length, "*")
+            self._registered.append((address, length, "*"))
 
     def endpoint(self) -> str:
-        """Return ``host:rpc_port`` of the home engine."""
-        return self._opened().endpoint
+        """Return ``host:rpc_port`` of the home engine; nobody can call it before."""
+        home = self._opened()
+        regions = self._ascend.seal() if self._ascend is not None else []
+        for location, ranges in ascend.locations(regions).items():
+            home.register_many([each.address for each in ranges], [each.length for each in ranges], location)
+        return home.endpoint
 
     def open_door(self) -> str:
         """Return the endpoint of an engine for one peer: over TCP, destroying it is the only fence there is.
@@ -237,9 +273,9 @@ class MooncakePlane(TransferPlane):
         A write that a frozen peer had under way cannot be recalled, and goes on when it thaws; a connection that is cut
         is made anew. A door that is gone takes nothing.
         """
-        home = self._opened()
+        self._opened()
         if self._config.protocol is not Protocol.TCP:
-            return home.endpoint
+            return self.endpoint()
         door = self._make()
         for address, length, location in self._registered:
             door.register(address, length, location)

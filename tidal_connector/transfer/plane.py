@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Sequence
-from typing import NewType, TypeVar
+from typing import TYPE_CHECKING, NewType, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ from tidal_connector.config import PlaneKind, TidalConfig
 from tidal_connector.errors import ConfigError
 from tidal_connector.layout import Home
 from tidal_connector.transfer.runs import Run
+
+if TYPE_CHECKING:
+    from tidal_connector.transfer.ascend import Npu
 
 Ticket = NewType("Ticket", int)
 """One submitted batch; unique within its plane."""
@@ -141,13 +144,14 @@ class TransferPlane(abc.ABC):
         """
 
 
-def open_plane(config: TidalConfig, host: str, on_receipt: Callable[[], None]) -> TransferPlane:
+def open_plane(config: TidalConfig, host: str, on_receipt: Callable[[], None], npu: Npu | None = None) -> TransferPlane:
     """Make the plane that a configuration names; the caller enters it as a context manager.
 
     Args:
         config: which plane, and its settings.
         host: address under which peers reach this process's data ports.
         on_receipt: called from any thread whenever :meth:`TransferPlane.poll` has something new.
+        npu: the NPUs, for an engine that runs on one.
 
     Raises:
         ConfigError: the loopback plane was asked for; it reaches no other process.
@@ -155,7 +159,14 @@ def open_plane(config: TidalConfig, host: str, on_receipt: Callable[[], None]) -
     if config.transfer.plane is PlaneKind.MOONCAKE:
         from tidal_connector.transfer.mooncake import MooncakePlane
 
-        return MooncakePlane(config.transfer, host, on_receipt, stall_s=config.control.stall_s)
+        return MooncakePlane(
+            config.transfer,
+            host,
+            on_receipt,
+            stall_s=config.control.stall_s,
+            quarantine_s=config.quarantine_s,
+            npu=npu,
+        )
     raise ConfigError(
         "transfer.plane = 'loopback': it moves bytes inside one process and is built by tests; use 'mooncake'"
     )
