@@ -16,8 +16,22 @@ import pytest
 
 from tests.vllm_plugin.ascend.bed import run
 from tests.vllm_plugin.ascend.bed.index import SourcesUnavailable
+from tests.vllm_plugin.ascend.bed.sources import Sources, ensure_sources
 
 _OUTCOMES = pytest.StashKey[dict[str, list[run.Outcome]]]()
+
+
+def _unavailable(error: SourcesUnavailable) -> str:
+    return f"the pinned sources of vLLM and vllm-ascend are not in .cache and cannot be fetched: {error}"
+
+
+@pytest.fixture(scope="session")
+def sources() -> Sources:
+    """The pinned sources, fetched when they are not there."""
+    try:
+        return ensure_sources()
+    except SourcesUnavailable as error:
+        pytest.skip(_unavailable(error))
 
 
 class FailedInBed(Exception):
@@ -42,8 +56,7 @@ class BedItem(pytest.Item):
             try:
                 stash[_OUTCOMES] = run.run_nodes(nodes)
             except SourcesUnavailable as error:
-                skipped = f"the pinned vLLM and vllm-ascend sources are not in .cache and cannot be fetched: {error}"
-                stash[_OUTCOMES] = {node: [run.Outcome(node, "skipped", skipped, 0.0)] for node in nodes}
+                stash[_OUTCOMES] = {node: [run.Outcome(node, "skipped", _unavailable(error), 0.0)] for node in nodes}
         return stash[_OUTCOMES]
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

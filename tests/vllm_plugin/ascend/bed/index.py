@@ -13,13 +13,12 @@ import json
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 
 _JSON = "application/vnd.pypi.simple.v1+json"
 _ACCEPT = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
@@ -98,7 +97,7 @@ def find_file(project: str, filename: str, deadline: Deadline, indexes: list[str
         page = urllib.parse.urljoin(index, project + "/")
         try:
             with open_address(page, deadline, accept=_ACCEPT) as answer:
-                kind, body = answer.headers.get_content_type(), answer.read()
+                kind, body = answer.headers.get_content_type(), b"".join(read_chunks(answer, deadline, page))
         except SourcesUnavailable as error:
             failures.append(str(error))
             continue
@@ -146,7 +145,7 @@ def open_address(address: str, deadline: Deadline, accept: str = "*/*") -> HTTPR
     try:
         request = urllib.request.Request(_without_secret(parts), headers=headers)
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=deadline.left)
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, HTTPException) as error:
         raise SourcesUnavailable(f"{_shown(address)}: {error}") from error
     return answer
 
@@ -157,15 +156,19 @@ def read_chunks(answer: HTTPResponse, deadline: Deadline, what: str) -> Iterator
     Raises:
         SourcesUnavailable: the connection broke, or the deadline has passed.
     """
+    expected, received = answer.headers.get("Content-Length"), 0
     while True:
         deadline.check(what)
         try:
-            chunk = answer.read(_CHUNK)
-        except OSError as error:
+            chunk = answer.read1(_CHUNK)
+        except (OSError, HTTPException) as error:
             raise SourcesUnavailable(f"{what}: {error}") from error
         if not chunk:
-            return
+            break
+        received += len(chunk)
         yield chunk
+    if expected is not None and received != int(expected):
+        raise SourcesUnavailable(f"{what}: the connection ended after {received} of {expected} bytes")
 
 
 def _without_secret(parts: urllib.parse.SplitResult) -> str:

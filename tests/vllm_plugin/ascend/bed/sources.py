@@ -90,7 +90,7 @@ def ensure_sources(cache: Path = CACHE, seconds: float = SECONDS) -> Sources:
     deadline = Deadline.within(seconds)
     cache.mkdir(parents=True, exist_ok=True)
     with _alone(cache / "lock"):
-        return Sources(_ensure(VLLM, cache, deadline), _ensure(VLLM_ASCEND, cache, deadline))
+        return Sources(unpacked(VLLM, cache, deadline), unpacked(VLLM_ASCEND, cache, deadline))
 
 
 @contextmanager
@@ -100,7 +100,13 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _ensure(release: Release, cache: Path, deadline: Deadline) -> Path:
+def unpacked(release: Release, cache: Path, deadline: Deadline, indexes: list[str] | None = None) -> Path:
+    """Return the folder of a release, after downloading and unpacking it unless that was done before.
+
+    Raises:
+        SourcesUnavailable: it cannot be reached within the time.
+        SourcesWrong: what is there is not what is pinned.
+    """
     folder = cache / release.stem
     stamp = folder / ".unpacked"
     current = f"{release.sha256} {_LAYOUT}\n"
@@ -108,7 +114,7 @@ def _ensure(release: Release, cache: Path, deadline: Deadline) -> Path:
         return folder
     archive = cache / release.filename
     if not archive.is_file() or _digest(archive) != release.sha256:
-        download(release, archive, deadline)
+        download(release, archive, deadline, indexes)
     shutil.rmtree(folder, ignore_errors=True)
     _unpack(release, archive, cache)
     if release is VLLM_ASCEND:
