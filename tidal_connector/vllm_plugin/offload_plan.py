@@ -9,6 +9,7 @@ Called while the configuration is built, in the front end, and again in the work
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,3 +144,16 @@ def say_division(
 def _examples(slots: int, context: int) -> list[int]:
     """Return contexts for which the log says how many requests fit: 16 times the slots, and the longest."""
     return sorted({min(16 * slots, context), context})
+
+
+def quarters(length: int) -> Callable[[int, int], None]:
+    """Return a callback that logs each further quarter of a pool of so many bytes while it is prepared."""
+    logged = [0]
+
+    def report(done: int, total: int) -> None:
+        quarter = 4 * done // max(1, total)
+        if quarter > logged[0]:
+            logged[0] = quarter
+            _log.info("host pool: %d %% of %d bytes prepared", 25 * quarter, length)
+
+    return report

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from tidal_connector.log import get_logger
+from tidal_connector.memory import Share
 from tidal_connector.selection.device import DeviceSelection, DeviceSizes
 from tidal_connector.selection.groups import index_groups
 from tidal_connector.vllm_plugin import offload_plan
@@ -27,6 +28,8 @@ from tidal_connector.vllm_plugin.ascend.kv_allocation import ALIGNMENT, NpuPlace
 from tidal_connector.vllm_plugin.ascend.platform import TOP_K
 from tidal_connector.vllm_plugin.ascend.pool import HostPool, open_pool
 from tidal_connector.vllm_plugin.ascend.selection import EngineSelection
+from tidal_connector.vllm_plugin.offload_plan import quarters
+from tidal_connector.vllm_plugin.ranks import tensor_rank
 from tidal_connector.vllm_plugin.translate import layer_index
 
 if TYPE_CHECKING:
@@ -97,7 +100,13 @@ class TidalNpuModelRunner(NPUModelRunner):
         return config
 
     def _open_pool(self, config: TidalConfig, length: int, cuts: Sequence[int]) -> HostPool:
-        return open_pool(length, config.pool, self.device, cuts)
+        parallel = self.vllm_config.parallel_config
+        ranks, share = parallel.tensor_parallel_size, None
+        if ranks > 1:
+            # All ranks of an engine got one configuration, made at its start.
+            name = f"{self.vllm_config.instance_id}-{parallel.data_parallel_rank}"
+            share = Share(name, tensor_rank(ranks), ranks, fingerprint=" ".join(map(str, cuts)))
+        return open_pool(length, config.pool, self.device, cuts, share, quarters(length))
 
     def initialize_kv_cache_tensors(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
         """Allocate and bind the caches, make the selection cache, and tell the connector of the pool.

@@ -96,6 +96,11 @@ def refuse(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             f'index_topk = {top_k}: {host.HOST} selects {TOP_K} positions whatever the model says; set "offload": "off"'
         )
+    if parallel.nnodes_within_dp > 1:
+        raise ConfigError(
+            f"tensor_parallel_size = {parallel.tensor_parallel_size} over {parallel.nnodes_within_dp} machines: the "
+            "ranks of an engine share one host pool; keep them on one machine"
+        )
     if model.enable_sleep_mode:
         raise ConfigError('--enable-sleep-mode: the host pool does not sleep; drop it, or set "offload": "off"')
     for name in ("enable_sparse_sfa_c8", "enable_dsa_cp"):

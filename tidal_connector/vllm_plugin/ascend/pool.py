@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from tidal_connector.errors import ConfigError
-from tidal_connector.log import get_logger
-from tidal_connector.memory.region import MemoryRegion, open_region
+from tidal_connector.memory import MemoryRegion, Share, open_region, open_shared
 
 if TYPE_CHECKING:
     from tidal_connector.config import PoolConfig
+    from tidal_connector.memory.acl import DeviceAlias
     from tidal_connector.memory.builder import Progress
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +39,39 @@ class HostPool:
 
 
 def open_pool(
-    length: int, settings: PoolConfig, device: torch.device, cuts: Sequence[int], progress: Progress | None = None
+    length: int,
+    settings: PoolConfig,
+    device: torch.device,
+    cuts: Sequence[int],
+    share: Share | None = None,
+    progress: Progress | None = None,
 ) -> HostPool:
-    """Open the pool of an engine of one rank.
+    """Open the pool of an engine. With several ranks each calls this, and all return together or all raise.
 
     Args:
-        length: bytes wanted.
+        length: bytes wanted, the same on all ranks.
         settings: pages of the pool, and how it is registered.
         device: whose kernels read and write it.
         cuts: offsets at which the tensors over it begin, multiples of 4 KiB: no border of a registration lies within
             one of them.
+        share: the ranks that share it, and how long they wait for one another; None: there is one.
         progress: called while pages are faulted in.
 
     Raises:
         PoolExhausted: the memory cannot be had.
         DeviceFailed: it cannot be registered with the device.
-        ConfigError: ``pool.register`` is off, so that kernels cannot reach it.
+        PeerLost: another rank ended, or did not come in time.
+        ConfigError: ``pool.register`` is off, so that kernels cannot reach it, or a setting names nothing that exists.
     """
     if device.type == "cpu":
+        if share is not None:
+            return on_cpu(open_shared(length, settings, share, progress), shared=True)
         return on_cpu(open_region(length, settings, progress))
     from tidal_connector.memory.acl import AclRuntime, open_device_pool
 
-    opened = open_device_pool(length, settings, AclRuntime.open(), _number(device), cuts=cuts, progress=progress)
+    opened = open_device_pool(
+        length, settings, AclRuntime.open(), _number(device), cuts=cuts, share=share, progress=progress
+    )
     registration = opened.registration
     if registration is None:
         opened.close()
@@ -70,7 +79,7 @@ def open_pool(
             'pool.register = "off" with latents in host memory: kernels read them there; set it to "auto", or '
             '"offload": "off"'
         )
-    return HostPool(opened.region, shared=False, view=_aliases(registration.alias, device))
+    return HostPool(opened.region, share is not None, _aliases(registration.alias, device))
 
 
 def on_cpu(region: MemoryRegion, *, shared: bool = False) -> HostPool:
@@ -79,15 +88,10 @@ def on_cpu(region: MemoryRegion, *, shared: bool = False) -> HostPool:
     return HostPool(region, shared, lambda offset, length: memory[offset : offset + length])
 
 
-def _aliases(alias: Callable[[int, int], object], device: torch.device) -> Callable[[int, int], torch.Tensor]:
-    from tidal_connector.ops.npu.alias import Alias, alias_tensor
+def _aliases(alias: Callable[[int, int], DeviceAlias], device: torch.device) -> Callable[[int, int], torch.Tensor]:
+    from tidal_connector.ops.npu.alias import alias_tensor
 
-    def view(offset: int, length: int) -> torch.Tensor:
-        found = alias(offset, length)
-        assert isinstance(found, Alias)
-        return alias_tensor(found, (length,), torch.int8, device)
-
-    return view
+    return lambda offset, length: alias_tensor(alias(offset, length), (length,), torch.int8, device)
 
 
 def _number(device: torch.device) -> int:

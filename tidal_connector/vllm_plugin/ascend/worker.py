@@ -14,6 +14,7 @@ from vllm_ascend.worker.worker import NPUWorker
 from tidal_connector.config import log_level
 from tidal_connector.errors import ConfigError
 from tidal_connector.log import configure
+from tidal_connector.ops.npu.library import load_operators
 from tidal_connector.vllm_plugin.ascend import offload, patches
 from tidal_connector.vllm_plugin.ascend.host import HOST
 from tidal_connector.vllm_plugin.ascend.model_runner import TidalNpuModelRunner
@@ -31,6 +32,8 @@ class TidalNpuWorker(NPUWorker):
         Raises:
             ConfigError: vllm-ascend would use its V2 model runner, which has no seam for offload.
             HostChanged: the host is not what we were written for.
+            DeviceMissing: the CANN toolkit cannot be loaded.
+            NativeOpMissing: our operators are not installed.
         """
         config = resolve(self.vllm_config)
         if config is not None:
@@ -43,6 +46,8 @@ class TidalNpuWorker(NPUWorker):
         patches.apply_in_worker()
         with replaced(stock, "NPUModelRunner", TidalNpuModelRunner, HOST):
             super().init_device()
+        if self.device.type != "cpu":
+            load_operators()  # a missing operator package shows here, and not at the first decode step
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

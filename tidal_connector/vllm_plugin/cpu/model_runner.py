@@ -18,9 +18,12 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tidal_connector.log import get_logger
+from tidal_connector.memory import Share, open_region, open_shared
 from tidal_connector.vllm_plugin.cpu import offload
 from tidal_connector.vllm_plugin.cpu.kv_allocation import KvPlacement, allocate
+from tidal_connector.vllm_plugin.offload_plan import quarters
 from tidal_connector.vllm_plugin.patching import replaced
+from tidal_connector.vllm_plugin.ranks import tensor_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,14 +70,12 @@ class TidalCpuModelRunner(CPUModelRunner):
         config = offload.resolve(self.vllm_config)
         if config is None:
             return super().initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, kv_cache_allocation_context)
-        from tidal_connector.memory.region import open_region
-
         memory = self.tidal_memory
         assert memory is not None, "vLLM allocates caches after it asked for the memory that they may take"
         placement = allocate(
             kv_cache_config,
             config.pool.size,
-            lambda length: open_region(length, config.pool, _progress(length)),
+            lambda length: self._open_pool(config, length),
             memory.arena_rows,
         )
         self.tidal_pool = placement.pool
@@ -86,6 +87,20 @@ class TidalCpuModelRunner(CPUModelRunner):
         self._hand_over(config, memory, placement)
         return kv_caches
 
+    def _open_pool(self, config: TidalConfig, length: int) -> MemoryRegion:
+        """Open the pool; the ranks of an engine map the same pages, because P delivers each row once for all of them.
+
+        What they decode, each of them writes there: the same bytes, since latents are not divided among ranks.
+        """
+        parallel = self.vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        if ranks == 1:
+            return open_region(length, config.pool, quarters(length))
+        # All ranks of an engine got one configuration, made at its start.
+        name = f"{self.vllm_config.instance_id}-{parallel.data_parallel_rank}"
+        share = Share(name, tensor_rank(ranks), ranks, fingerprint=f"{length} bytes")
+        return open_shared(length, config.pool, share, quarters(length))
+
     def _hand_over(self, config: TidalConfig, memory: MemoryPlan, placement: KvPlacement) -> None:
         """Give the pool to the connector, which registers it for transfers (vLLM registers the caches right after), and
         the selection cache to the layers that read it.
@@ -96,7 +111,8 @@ class TidalCpuModelRunner(CPUModelRunner):
         connector = get_kv_transfer_group()
         assert isinstance(connector, TidalConnector)
         parts, counters = placement.parts, connector.worker.counters
-        connector.adopt_pool(placement.pool, list(parts.latent))
+        shared = self.vllm_config.parallel_config.tensor_parallel_size > 1
+        connector.adopt_pool(placement.pool, list(parts.latent), shared=shared)
         selection = EngineSelection(config, memory, offload.costs(self.vllm_config, parts), placement, counters)
         connector.worker.before_pool_closes(selection.close)
         layers = self.compilation_config.static_forward_context
@@ -125,16 +141,3 @@ class TidalCpuModelRunner(CPUModelRunner):
         if self.tidal_selection is not None:
             self.tidal_selection.end()
         return output
-
-
-def _progress(length: int) -> Callable[[int, int], None]:
-    """Return a callback that logs each further quarter of the pool."""
-    logged = [0]
-
-    def report(done: int, total: int) -> None:
-        quarter = 4 * done // max(1, total)
-        if quarter > logged[0]:
-            logged[0] = quarter
-            _log.info("host pool: %d %% of %d bytes prepared", 25 * quarter, length)
-
-    return report
