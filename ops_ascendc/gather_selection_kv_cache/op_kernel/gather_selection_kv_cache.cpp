@@ -15,7 +15,7 @@
 namespace tidal {
 
 template <bool kByBlocks>
-__aicore__ inline void GatherSelection(const SelectionTiling& tiling, const PlanMemory& memory,
+__aicore__ inline void GatherSelection(const SelectionTiling& tiling, const PlanArguments& arguments,
                                        GM_ADDR selection_rope, GM_ADDR selection_kv, GM_ADDR full_rope,
                                        GM_ADDR full_kv, GM_ADDR actual) {
   AscendC::TPipe pipe;
@@ -24,13 +24,13 @@ __aicore__ inline void GatherSelection(const SelectionTiling& tiling, const Plan
   RowCopier copier;
   RowCommit commit;
   const PlanStore& store = tiling.store;
-  const GM_ADDR workspace = memory.workspace;
-  planner.Init(pipe, tiling, memory);
+  const GM_ADDR workspace = arguments.workspace;
+  planner.Init(pipe, tiling, arguments);
   lists.Init(pipe, tiling.copy, workspace + store.sources, workspace + store.targets,
              kByBlocks ? workspace + store.tokens : nullptr, workspace + store.heads, kCacheLine, tiling.rows,
              store.pitch);
   copier.Init(pipe, tiling.copy, selection_rope, selection_kv, full_rope, full_kv);
-  commit.Init(pipe, tiling, memory.status, actual, workspace);
+  commit.Init(pipe, tiling, arguments.status, actual, workspace);
 
   const int64_t cores = AscendC::GetBlockNum();
   const int64_t core = AscendC::GetBlockIdx();
@@ -56,13 +56,14 @@ extern "C" __global__ __aicore__ void gather_selection_kv_cache(
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);  // vector cores alone, which meet in SyncAll
   REGISTER_TILING_DEFAULT(tidal::SelectionTiling);
   GET_TILING_DATA_WITH_STRUCT(tidal::SelectionTiling, data, tiling);
-  const tidal::PlanMemory memory{selection_kv_block_table, selection_kv_block_status, selection_topk_indices,
-                                 full_kv_block_table,      full_kv_actual_seq,        workspace};
+  const tidal::PlanArguments arguments{selection_kv_block_table, selection_kv_block_status,
+                                       selection_topk_indices,   full_kv_block_table,
+                                       full_kv_actual_seq,       workspace};
   if (TILING_KEY_IS(1)) {
-    tidal::GatherSelection<true>(data, memory, selection_k_rope, selection_kv_cache, full_k_rope,
+    tidal::GatherSelection<true>(data, arguments, selection_k_rope, selection_kv_cache, full_k_rope,
                                  full_kv_cache, selection_kv_actual_seq);
   } else if (TILING_KEY_IS(2)) {
-    tidal::GatherSelection<false>(data, memory, selection_k_rope, selection_kv_cache, full_k_rope,
+    tidal::GatherSelection<false>(data, arguments, selection_k_rope, selection_kv_cache, full_k_rope,
                                   full_kv_cache, selection_kv_actual_seq);
   }
 }

@@ -43,12 +43,12 @@ class RowCommit {
       ReadArray(row_, fresh_[row * tiling_.store.status_pitch], tiling_.topk + 1);
       Handshake<AscendC::HardEvent::MTE2_MTE3>();
       WriteArray(status_[row * (tiling_.topk + 1)], row_, tiling_.topk + 1);
-      Handshake<AscendC::HardEvent::MTE3_MTE2>();
     }
     word_.SetValue(0, held);
     Handshake<AscendC::HardEvent::S_MTE3>();
     WriteArray(actual_[row], word_, 1);
-    Handshake<AscendC::HardEvent::MTE3_S>();
+    Handshake<AscendC::HardEvent::MTE3_S>();  // the next row's words, and its status, come where these are
+                                              // read
   }
 
  private:

@@ -6,126 +6,68 @@
 #pragma once
 
 #include "tidal_held_slots.h"
-#include "tidal_selection_tiling.h"
-#include "tidal_sync.h"
+#include "tidal_plan_memory.h"
 
 namespace tidal {
-
-// The tensors that a plan is made of, and the workspace that takes it.
-struct PlanMemory {
-  GM_ADDR selection_table;
-  GM_ADDR status;
-  GM_ADDR ids;
-  GM_ADDR full_table;
-  GM_ADDR lengths;
-  GM_ADDR workspace;
-};
 
 // kByBlocks: at most 32 ids, each a block of tokens of which the newest may be incomplete.
 template <bool kByBlocks>
 class RowPlanner {
  public:
-  __aicore__ inline void Init(AscendC::TPipe& pipe, const SelectionTiling& tiling, const PlanMemory& memory) {
+  __aicore__ inline void Init(AscendC::TPipe& pipe, const SelectionTiling& tiling,
+                              const PlanArguments& arguments) {
     tiling_ = tiling;
-    gm_ids_.SetGlobalBuffer((__gm__ int32_t*)memory.ids);
-    gm_status_.SetGlobalBuffer((__gm__ int32_t*)memory.status);
-    gm_lengths_.SetGlobalBuffer((__gm__ int32_t*)memory.lengths);
-    gm_selection_table_.SetGlobalBuffer((__gm__ int32_t*)memory.selection_table);
-    gm_full_table_.SetGlobalBuffer((__gm__ int32_t*)memory.full_table);
-    const PlanStore& store = tiling_.store;
-    gm_heads_.SetGlobalBuffer((__gm__ int32_t*)(memory.workspace + store.heads));
-    gm_fresh_.SetGlobalBuffer((__gm__ int32_t*)(memory.workspace + store.status));
-    gm_sources_.SetGlobalBuffer((__gm__ int32_t*)(memory.workspace + store.sources));
-    gm_targets_.SetGlobalBuffer((__gm__ int32_t*)(memory.workspace + store.targets));
-    gm_tokens_.SetGlobalBuffer((__gm__ int32_t*)(memory.workspace + store.tokens));
-    pipe.InitBuffer(buffer_, static_cast<uint32_t>(tiling_.areas.bytes));
-    const AscendC::LocalTensor<int8_t> all = buffer_.Get<int8_t>();
-    const PlanAreas& areas = tiling_.areas;
-    ids_ = Area<int32_t>(all, areas.ids);
-    status_ = Area<int32_t>(all, areas.status);
-    fresh_ = Area<int32_t>(all, areas.fresh);
-    sources_ = Area<int32_t>(all, areas.sources);
-    targets_ = Area<int32_t>(all, areas.targets);
-    tokens_ = Area<int32_t>(all, areas.tokens);
-    found_ = Area<int16_t>(all, areas.found);
-    origin_ = Area<int16_t>(all, areas.origin);
-    selection_table_ = Area<int32_t>(all, areas.selection_table);
-    full_table_ = Area<int32_t>(all, areas.full_table);
-    word_ = Area<int32_t>(all, areas.word);
-    held_.Init(status_, Area<int16_t>(all, areas.heads), Area<int16_t>(all, areas.next), tiling_.buckets,
-               tiling_.bucket_shift);
+    memory_.Init(pipe, tiling, arguments);
+    held_.Init(memory_.status, memory_.heads, memory_.next, tiling.buckets, tiling.bucket_shift);
   }
 
   __aicore__ inline void Plan(int64_t row) {
-    Load(row);
-    const int64_t request = row / tiling_.queries;
-    const int64_t written = word_.GetValue(0);  // with the tokens of this step
+    row_ = row;
+    request_ = row / tiling_.queries;
+    count_ = 0;
+    exchange_ = {0, -1, 0, 0};
+    const int64_t written = memory_.Load(row_, request_);
     length_ = written - (tiling_.queries - 1 - row % tiling_.queries);
     stable_ = written - tiling_.queries;
-    count_ = 0;
-    target_of_exchange_ = -1;
     const bool seen = length_ > 0;
     int64_t held = 0;
     if (seen) {
+      const int64_t room = tiling_.full_pages * tiling_.full_page_tokens;
       ASSERT_MSG(
-          written <= tiling_.full_pages * tiling_.full_page_tokens,
+          written <= room,
           "full_kv_actual_seq[%ld] = %ld: expected at most %ld, the tokens in a row of full_kv_block_table\n",
-          request, written, tiling_.full_pages * tiling_.full_page_tokens);
-      row_ = row;
-      request_ = request;
+          request_, written, room);
       const int32_t used = Choose();
       Assign(used);
       if constexpr (kByBlocks) ListBlocks(used);
       held = Held(used);
-      fresh_.SetValue(static_cast<uint32_t>(tiling_.topk), static_cast<int32_t>(held));
-      Store(row);
+      memory_.fresh.SetValue(static_cast<uint32_t>(tiling_.topk), static_cast<int32_t>(held));
+      memory_.Store(row, count_);
     }
-    WriteHead(row, seen, held);
-    Handshake<AscendC::HardEvent::S_MTE2>();  // the next row comes where this one was read
+    memory_.StoreHead(row, count_, seen, held, exchange_);
   }
 
  private:
-  template <typename T>
-  __aicore__ inline AscendC::LocalTensor<T> Area(const AscendC::LocalTensor<int8_t>& all, int64_t at) {
-    return all[static_cast<uint32_t>(at)].template ReinterpretCast<T>();
-  }
-
-  __aicore__ inline void Load(int64_t row) {
-    const int64_t request = row / tiling_.queries;
-    ReadArray(word_, gm_lengths_[request], 1);
-    ReadArray(ids_, gm_ids_[row * tiling_.topk], tiling_.topk);
-    ReadArray(status_, gm_status_[row * (tiling_.topk + 1)], tiling_.topk + 1);
-    ReadArray(selection_table_, gm_selection_table_[row * tiling_.selection_pages], tiling_.used_pages);
-    ReadArray(full_table_, gm_full_table_[request * tiling_.full_pages], tiling_.cached_pages);
-    Handshake<AscendC::HardEvent::MTE2_S>();
-  }
-
-  // Gathers the valid ids at the front of ids_, and beside each the slot where it was found and can be
-  // trusted.
+  // Gathers the valid ids at the front, and beside each the slot where it was found and can be trusted.
   __aicore__ inline int32_t Choose() {
     const auto topk = static_cast<uint32_t>(tiling_.topk);
-    const int64_t last = (length_ - 1) / tiling_.copy.block;
-    const int64_t whole =
-        status_.GetValue(topk) / tiling_.copy.block;  // the partial block, if any, was the last
+    const int64_t block = tiling_.copy.block;
+    const int64_t last = (length_ - 1) / block;
+    // Whole blocks of the last call. The partial one, if any, was its last.
+    const int64_t whole = kByBlocks ? memory_.status.GetValue(topk) / block : topk;
     held_.Fill(topk);
-    for (uint32_t slot = 0; slot < topk; ++slot) fresh_.SetValue(slot, static_cast<int32_t>(-1));
+    for (uint32_t slot = 0; slot < topk; ++slot) memory_.fresh.SetValue(slot, static_cast<int32_t>(-1));
     uint32_t used = 0;
     for (uint32_t i = 0; i < topk; ++i) {
-      const int32_t id = ids_.GetValue(i);
-      if (id < 0) {
-        if constexpr (kByBlocks) break;
-        continue;
-      }
-      if (id > last) continue;
+      const int32_t id = memory_.ids.GetValue(i);
+      if (kByBlocks && id < 0) break;
+      if (id < 0 || id > last) continue;
       int32_t slot = held_.Take(id);
       // What this step wrote, rejected drafts of the last one among it, the copy does not have.
-      if ((id + static_cast<int64_t>(1)) * tiling_.copy.block > stable_) slot = -1;
-      if constexpr (kByBlocks) {
-        if (slot >= whole) slot = -1;
-      }
-      ids_.SetValue(used, id);
-      found_.SetValue(used, static_cast<int16_t>(slot));
-      if (slot >= 0) fresh_.SetValue(static_cast<uint32_t>(slot), id);
+      if (slot >= whole || (id + static_cast<int64_t>(1)) * block > stable_) slot = -1;
+      memory_.ids.SetValue(used, id);
+      memory_.found.SetValue(used, static_cast<int16_t>(slot));
+      if (slot >= 0) memory_.fresh.SetValue(static_cast<uint32_t>(slot), id);
       ++used;
     }
     return static_cast<int32_t>(used);
@@ -136,18 +78,20 @@ class RowPlanner {
   __aicore__ inline void Assign(int32_t used) {
     uint32_t free = 0;
     for (uint32_t i = 0; i < static_cast<uint32_t>(used); ++i) {
-      const int32_t slot = found_.GetValue(i);
+      const int32_t slot = memory_.found.GetValue(i);
       if (slot >= 0 && slot < used) {
-        if constexpr (kByBlocks) origin_.SetValue(static_cast<uint32_t>(slot), static_cast<int16_t>(slot));
+        if constexpr (kByBlocks)
+          memory_.origin.SetValue(static_cast<uint32_t>(slot), static_cast<int16_t>(slot));
         continue;
       }
-      while (fresh_.GetValue(free) >= 0) ++free;
-      fresh_.SetValue(free, ids_.GetValue(i));
-      if (slot >= 0) fresh_.SetValue(static_cast<uint32_t>(slot), static_cast<int32_t>(-1));
+      const int32_t id = memory_.ids.GetValue(i);
+      while (memory_.fresh.GetValue(free) >= 0) ++free;
+      memory_.fresh.SetValue(free, id);
+      if (slot >= 0) memory_.fresh.SetValue(static_cast<uint32_t>(slot), static_cast<int32_t>(-1));
       if constexpr (kByBlocks) {
-        origin_.SetValue(free, static_cast<int16_t>(slot));
+        memory_.origin.SetValue(free, static_cast<int16_t>(slot));
       } else {
-        List(slot, ids_.GetValue(i), free);
+        List(slot, id, free);
       }
     }
   }
@@ -160,51 +104,46 @@ class RowPlanner {
     const auto end = static_cast<uint32_t>(used - 1);
     uint32_t at = 0;
     for (uint32_t slot = 1; slot <= end; ++slot) {
-      if (fresh_.GetValue(slot) > fresh_.GetValue(at)) at = slot;
+      if (memory_.fresh.GetValue(slot) > memory_.fresh.GetValue(at)) at = slot;
     }
     Swap(at, end);
-    uint32_t skipped_one = end + 1;
-    if (at != end && (origin_.GetValue(at) == static_cast<int16_t>(end) ||
-                      origin_.GetValue(end) == static_cast<int16_t>(at))) {
-      skipped_one = at;
-      const bool comes_from_end = origin_.GetValue(at) == static_cast<int16_t>(end);
-      PlanExchange(comes_from_end ? end : at, comes_from_end ? at : end);
-    }
+    const bool leaves_end = at != end && memory_.origin.GetValue(at) == static_cast<int16_t>(end);
+    const bool leaves_at = at != end && memory_.origin.GetValue(end) == static_cast<int16_t>(at);
+    const bool exchanged = leaves_end || leaves_at;
+    if (exchanged) PlanExchange(leaves_end ? end : at, leaves_end ? at : end);
     for (uint32_t slot = 0; slot <= end; ++slot) {
-      const int16_t origin = origin_.GetValue(slot);
-      if (origin == static_cast<int16_t>(slot)) continue;
-      if (skipped_one <= end && (slot == skipped_one || slot == end)) continue;
-      List(origin, fresh_.GetValue(slot), slot);
+      const int16_t origin = memory_.origin.GetValue(slot);
+      const bool stays = origin == static_cast<int16_t>(slot);
+      if (!stays && !(exchanged && (slot == at || slot == end)))
+        List(origin, memory_.fresh.GetValue(slot), slot);
     }
   }
 
   __aicore__ inline void Swap(uint32_t one, uint32_t other) {
-    const int32_t id = fresh_.GetValue(one);
-    const int16_t origin = origin_.GetValue(one);
-    fresh_.SetValue(one, fresh_.GetValue(other));
-    origin_.SetValue(one, origin_.GetValue(other));
-    fresh_.SetValue(other, id);
-    origin_.SetValue(other, origin);
+    const int32_t id = memory_.fresh.GetValue(one);
+    const int16_t origin = memory_.origin.GetValue(one);
+    memory_.fresh.SetValue(one, memory_.fresh.GetValue(other));
+    memory_.origin.SetValue(one, memory_.origin.GetValue(other));
+    memory_.fresh.SetValue(other, id);
+    memory_.origin.SetValue(other, origin);
   }
 
   // The bytes in slot `from` go to slot `to`, and those of the id that now belongs to `from` take their
   // place.
   __aicore__ inline void PlanExchange(uint32_t from, uint32_t to) {
-    const int32_t id = fresh_.GetValue(from);
-    const int32_t origin = origin_.GetValue(from);
-    from_of_exchange_ = SelectionRow(from);
-    target_of_exchange_ = SelectionRow(to);
-    other_of_exchange_ = SourceOf(origin, id);
-    tokens_of_exchange_ = static_cast<int32_t>(TokensOf(id));
+    const int32_t id = memory_.fresh.GetValue(from);
+    exchange_ = {SelectionRow(from), SelectionRow(to), SourceOf(memory_.origin.GetValue(from), id),
+                 static_cast<int32_t>(TokensOf(id))};
   }
 
   __aicore__ inline void List(int32_t origin, int32_t id, uint32_t slot) {
-    sources_.SetValue(count_, SourceOf(origin, id));
-    targets_.SetValue(count_, SelectionRow(slot));
-    if constexpr (kByBlocks) tokens_.SetValue(count_, static_cast<int32_t>(TokensOf(id)));
+    memory_.sources.SetValue(count_, SourceOf(origin, id));
+    memory_.targets.SetValue(count_, SelectionRow(slot));
+    if constexpr (kByBlocks) memory_.tokens.SetValue(count_, static_cast<int32_t>(TokensOf(id)));
     ++count_;
   }
 
+  // As Piece::source.
   __aicore__ inline int32_t SourceOf(int32_t origin, int32_t id) const {
     return origin >= 0 ? ~SelectionRow(static_cast<uint32_t>(origin)) : PoolRow(id);
   }
@@ -214,7 +153,7 @@ class RowPlanner {
     const auto start = slot * static_cast<uint32_t>(tiling_.copy.block);
     const auto size = static_cast<uint32_t>(tiling_.selection_page_tokens);
     const uint32_t column = start / size;
-    const int64_t page = selection_table_.GetValue(column);
+    const int64_t page = memory_.selection_table.GetValue(column);
     ASSERT_MSG(page >= 0 && page < tiling_.selection_blocks,
                "selection_kv_block_table[%ld, %u] = %ld: expected a page in [0, %ld)\n", row_, column, page,
                tiling_.selection_blocks);
@@ -225,10 +164,7 @@ class RowPlanner {
     const auto start = static_cast<uint32_t>(id) * static_cast<uint32_t>(tiling_.copy.block);
     const auto size = static_cast<uint32_t>(tiling_.full_page_tokens);
     const uint32_t column = start / size;
-    // A table too long for UB is read word by word past its beginning; nobody writes it during the call.
-    const int64_t page = column < tiling_.cached_pages
-                             ? full_table_.GetValue(column)
-                             : gm_full_table_.GetValue(request_ * tiling_.full_pages + column);
+    const int64_t page = memory_.FullPage(request_, column);
     ASSERT_MSG(page >= 0 && page < tiling_.full_blocks,
                "full_kv_block_table[%ld, %u] = %ld: expected a page in [0, %ld) for id %d of row %ld\n",
                request_, column, page, tiling_.full_blocks, id, row_);
@@ -243,72 +179,21 @@ class RowPlanner {
   __aicore__ inline int64_t Held(int32_t used) const {
     if constexpr (!kByBlocks) return used;
     int64_t held = 0;
-    for (uint32_t slot = 0; slot < static_cast<uint32_t>(used); ++slot)
-      held += TokensOf(fresh_.GetValue(slot));
+    for (uint32_t slot = 0; slot < static_cast<uint32_t>(used); ++slot) {
+      held += TokensOf(memory_.fresh.GetValue(slot));
+    }
     return held;
   }
 
-  __aicore__ inline void Store(int64_t row) {
-    Handshake<AscendC::HardEvent::S_MTE3>();
-    WriteArray(gm_fresh_[row * tiling_.store.status_pitch], fresh_, tiling_.topk + 1);
-    if (count_ > 0) {
-      WriteArray(gm_sources_[row * tiling_.store.pitch], sources_, count_);
-      WriteArray(gm_targets_[row * tiling_.store.pitch], targets_, count_);
-      if constexpr (kByBlocks) WriteArray(gm_tokens_[row * tiling_.store.pitch], tokens_, count_);
-    }
-    Handshake<AscendC::HardEvent::MTE3_S>();  // the next row is written where this one is read
-  }
-
-  // A few words and the cleaning of their line cost less than a block in UB with two handshakes. The line is
-  // the row's own, so that no other core can write an old copy of it back.
-  __aicore__ inline void WriteHead(int64_t row, bool seen, int64_t held) {
-    const int64_t at = row * kHeadWords;
-    gm_heads_.SetValue(at + kHeadCount, static_cast<int32_t>(count_));
-    gm_heads_.SetValue(at + kHeadSeen, static_cast<int32_t>(seen));
-    gm_heads_.SetValue(at + kHeadHeld, static_cast<int32_t>(held));
-    gm_heads_.SetValue(at + kHeadTo, target_of_exchange_);
-    if (target_of_exchange_ >= 0) {
-      gm_heads_.SetValue(at + kHeadFrom, from_of_exchange_);
-      gm_heads_.SetValue(at + kHeadOther, other_of_exchange_);
-      gm_heads_.SetValue(at + kHeadTokens, tokens_of_exchange_);
-    }
-    AscendC::DataCacheCleanAndInvalid<int32_t, AscendC::CacheLine::SINGLE_CACHE_LINE,
-                                      AscendC::DcciDst::CACHELINE_OUT>(gm_heads_[at]);
-  }
-
   SelectionTiling tiling_;
+  PlanMemory<kByBlocks> memory_;
   HeldSlots held_;
   int64_t row_ = 0;
   int64_t request_ = 0;
   int64_t length_ = 0;  // tokens that the row sees
   int64_t stable_ = 0;  // tokens of the request before those of this step
   uint32_t count_ = 0;  // entries listed
-  int32_t from_of_exchange_ = 0;
-  int32_t target_of_exchange_ = -1;
-  int32_t other_of_exchange_ = 0;
-  int32_t tokens_of_exchange_ = 0;
-  AscendC::GlobalTensor<int32_t> gm_ids_;
-  AscendC::GlobalTensor<int32_t> gm_status_;
-  AscendC::GlobalTensor<int32_t> gm_lengths_;
-  AscendC::GlobalTensor<int32_t> gm_selection_table_;
-  AscendC::GlobalTensor<int32_t> gm_full_table_;
-  AscendC::GlobalTensor<int32_t> gm_heads_;
-  AscendC::GlobalTensor<int32_t> gm_fresh_;
-  AscendC::GlobalTensor<int32_t> gm_sources_;
-  AscendC::GlobalTensor<int32_t> gm_targets_;
-  AscendC::GlobalTensor<int32_t> gm_tokens_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> buffer_;
-  AscendC::LocalTensor<int32_t> ids_;
-  AscendC::LocalTensor<int32_t> status_;
-  AscendC::LocalTensor<int32_t> fresh_;
-  AscendC::LocalTensor<int32_t> sources_;
-  AscendC::LocalTensor<int32_t> targets_;
-  AscendC::LocalTensor<int32_t> tokens_;
-  AscendC::LocalTensor<int16_t> found_;
-  AscendC::LocalTensor<int16_t> origin_;
-  AscendC::LocalTensor<int32_t> selection_table_;
-  AscendC::LocalTensor<int32_t> full_table_;
-  AscendC::LocalTensor<int32_t> word_;
+  Exchange exchange_ = {0, -1, 0, 0};
 };
 
 }  // namespace tidal
