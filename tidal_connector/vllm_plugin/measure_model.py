@@ -91,9 +91,9 @@ class Bench:
     def __init__(self, model: str, dtype: str) -> None:
         from vllm import LLM
 
-        self._llm = LLM(
+        self._llm: Any = LLM(  # the parts that are measured are not in its published types
             model,
-            dtype=dtype,
+            dtype=dtype,  # type: ignore[arg-type]  # one of its literals, by the caller's table
             enforce_eager=True,
             kv_cache_memory_bytes=256 << 20,
             max_num_seqs=8,
@@ -106,13 +106,13 @@ class Bench:
             seed=0,
             disable_log_stats=True,
         )
-        core = self._llm.llm_engine.engine_core.engine_core
+        core = self._llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]  # that of one process has it
         self._scheduler = core.scheduler
         self._seen = _Selections()
         self._caches: dict[int, Any] = {}
         self._llm.apply_model(self._hook)
 
-    def _hook(self, model: torch.nn.Module) -> None:
+    def _hook(self, model: Any) -> None:
         for number, layer in enumerate(model.model.layers):
             self._caches[number] = layer.self_attn.mla_attn.mla_attn
             layer.self_attn.register_forward_hook(self._recorder(number, layer.self_attn))
@@ -164,7 +164,7 @@ class Bench:
 
     def row(self, layer: int, blocks: list[int], position: int) -> torch.Tensor:
         """Return the KV row of a position as a view of the cache: ``[576]`` of the model's dtype."""
-        cache = self._caches[layer].kv_cache
+        cache: torch.Tensor = self._caches[layer].kv_cache
         flat = cache.reshape(cache.shape[0], BLOCK, cache.shape[-1])
         return flat[blocks[position // BLOCK], position % BLOCK]
 

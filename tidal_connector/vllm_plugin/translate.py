@@ -24,7 +24,7 @@ from tidal_connector.log import get_logger
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
     # What vLLM registers for a layer name: one tensor, or on vllm-ascend a tuple of them.
     Cache = torch.Tensor | Sequence[torch.Tensor]
@@ -75,10 +75,13 @@ def settings(vllm_config: VllmConfig) -> TidalConfig:
     Raises:
         ConfigError: there is no KV-transfer configuration, or a setting is wrong.
     """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None:
+    return load_config(with_aliases(_transfer(vllm_config).kv_connector_extra_config)[0])
+
+
+def _transfer(vllm_config: VllmConfig) -> KVTransferConfig:
+    if vllm_config.kv_transfer_config is None:
         raise ConfigError("TidalConnector needs --kv-transfer-config")
-    return load_config(with_aliases(transfer.kv_connector_extra_config)[0])
+    return vllm_config.kv_transfer_config
 
 
 def say_aliases(vllm_config: VllmConfig) -> None:
@@ -94,8 +97,8 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
     Raises:
         ConfigError: the connector's settings are wrong, or the engine uses what the connector cannot serve.
     """
-    config = settings(vllm_config)
-    transfer = vllm_config.kv_transfer_config
+    config, transfer = settings(vllm_config), _transfer(vllm_config)
+    role = str(transfer.kv_role)  # vLLM takes no connector without a role
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
@@ -112,9 +115,9 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         raise ConfigError(
             "--enable-dbo: TidalConnector announces a layer once per step; expected no dual-batch overlap"
         )
-    consumer = transfer.kv_role in ("kv_consumer", "kv_both")
-    offload = config.offloads(transfer.kv_role)
-    if offload and transfer.kv_role == "kv_producer":
+    consumer = role in ("kv_consumer", "kv_both")
+    offload = config.offloads(role)
+    if offload and role == "kv_producer":
         raise ConfigError(
             'offload = "on" with kv_role kv_producer: prefill keeps its latents on the device; '
             "use kv_consumer or kv_both"
@@ -122,7 +125,7 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
     return EngineFacts(
         engine=EngineId(str(transfer.engine_id)),
         config=config,
-        producer=transfer.kv_role in ("kv_producer", "kv_both"),
+        producer=role in ("kv_producer", "kv_both"),
         consumer=consumer,
         offload=offload,
         block_size=vllm_config.cache_config.block_size,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from tidal_connector.selection.budget import slot_bytes
 from tidal_connector.vllm_plugin.cpu.offload import CacheSplit, split
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
     from tidal_connector.memory.region import MemoryRegion
 
@@ -98,7 +98,7 @@ def carve(
     caches: dict[str, torch.Tensor] = {}
     offset = 0
     for name in layers:
-        spec = specs[name]
+        spec = cast("AttentionSpec", specs[name])  # a latent's or an index key's, as they were told apart
         length = blocks * spec.page_size_bytes
         part = memory[offset : offset + length].view(spec.dtype)
         caches[name] = part.view(blocks, 1, spec.block_size, -1)

@@ -20,7 +20,10 @@ def rotary_forward(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate contiguous copies of query and key (takes the place of ``RotaryEmbedding.forward_cpu``)."""
-    return self.forward_native(positions, query.contiguous(), None if key is None else key.contiguous())
+    rotated: tuple[torch.Tensor, torch.Tensor | None] = self.forward_native(
+        positions, query.contiguous(), None if key is None else key.contiguous()
+    )
+    return rotated
 
 
 PATCHES = (

@@ -101,7 +101,7 @@ class EngineSelection:
             prefetch=config.selection.prefetch,
         )
         self.writeback = WriteBack(pools, plan.requests * model.queries, self._stream, counters)
-        self._arena = [layer.view(self._dtype) for layer in slots]
+        self._arena: list[torch.Tensor] = [layer.view(self._dtype) for layer in slots]
         self._staging = [torch.from_numpy(layer).view(self._dtype) for layer in self.writeback.staging]
         counters.set("selection_slots", plan.arena_rows)
         counters.set("selection_cache_bytes", placement.arena.nbytes)
@@ -192,8 +192,9 @@ class EngineSelection:
         np.cumsum(counts, out=bounds[1:])
         rows = [span.row for span, _ in seated]
         table = metadata.block_table
-        tokens: slice | torch.Tensor = slice(seated[0][0].start, seated[-1][0].stop)
-        if bounds[-1] != tokens.stop - tokens.start:
+        first, last = seated[0][0].start, seated[-1][0].stop
+        tokens: slice | torch.Tensor = slice(first, last)
+        if bounds[-1] != last - first:
             tokens = torch.cat([torch.arange(span.start, span.stop) for span, _ in seated])
         batch = DecodeBatch(
             requests=tuple(self._requests[row] for row in rows),
