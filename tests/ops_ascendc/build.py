@@ -6,7 +6,6 @@ Takes a folder for what it makes. Any process; a library that was built before f
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ INCLUDES = (
 # -Wno-unused-parameter: the outputs of an operator that alias its inputs have names and no use
 FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 RELEASE = ("-O2",)
-QUICK = ("-O0",)
+QUICK = ("-O1",)
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 COVERED = ("-O0", "--coverage", "-fno-inline")
 
@@ -55,13 +54,30 @@ def kernel_sources() -> list[Path]:
 
 
 def build(folder: Path, flags: tuple[str, ...], sources: Path = OPERATORS) -> Path:
-    """Return the library, built with the flags from a copy or the original of the operators' folder.
+    """Return the library, built with the flags from the operators' folder or from a copy of it.
+
+    Raises:
+        RuntimeError: the compiler refuses a source; its words are the message.
+    """
+    return link(folder, flags, sources, [*KERNELS, HARNESS], folder)
+
+
+def link(folder: Path, flags: tuple[str, ...], sources: Path, changed: list[Path], objects: Path) -> Path:
+    """Return the library made of the changed sources, compiled anew, and of what ``build`` left for the others.
+
+    Args:
+        folder: what is made here.
+        flags: of the compiler.
+        sources: where the changed sources are; what they include and is not there is taken from the original.
+        changed: paths below ``sources``.
+        objects: the folder of an earlier ``build`` with the same flags.
 
     Raises:
         RuntimeError: the compiler refuses a source; its words are the message.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    base = [compiler(), *FLAGS, *flags, *(f"-I{sources / include}" for include in INCLUDES)]
+    roots = dict.fromkeys((sources, OPERATORS))
+    base = [compiler(), *FLAGS, *flags, *(f"-I{root / include}" for root in roots for include in INCLUDES)]
 
     def compiled(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
@@ -69,9 +85,10 @@ def build(folder: Path, flags: tuple[str, ...], sources: Path = OPERATORS) -> Pa
         return target
 
     with ThreadPoolExecutor(2) as workers:
-        objects = list(workers.map(compiled, [*KERNELS, HARNESS]))
-    library = folder / f"libtidal_kernels_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}.so"
-    _run([*base, "-shared", *map(str, objects), "-o", str(library)], folder)
+        made = list(workers.map(compiled, changed))
+    kept = [objects / f"{source.stem}.o" for source in (*KERNELS, HARNESS) if source not in changed]
+    library = folder / "libtidal_kernels.so"
+    _run([*base, "-shared", *map(str, [*made, *kept]), "-o", str(library)], folder)
     return library
 
 

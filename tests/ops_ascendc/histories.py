@@ -99,3 +99,27 @@ def random_history(
     name = f"key {key}, {'+'.join(strict) or 'plain'}"
     play(kernels, sizes, seed, moods, tally.line(name), judged)
     assert kernels.report.tiling_key == key
+
+
+# Ids of consecutive calls. Each last call makes the largest id change places with one that stayed, ...
+EXCHANGES = {
+    "both stayed": [[5, 1, 0, 9], [5, 1, 0]],
+    "the largest stayed, the other is fetched": [[5, 1, 0, 9], [5, 1, 2]],
+    "the largest is fetched, the other stayed": [[5, 1, 0, 9], [11, 1, 0]],
+    "the largest moves, the other stayed": [[5, 1, 0, 9], [9, 1, 0]],
+    "the largest stayed, the other moves": [[5, 1, 0, 2, 9], [5, 1, 2]],
+}
+
+
+def exchanges(kernels: Kernels, line: Line, block: int, dtype: str = "uint16", kv_dim: int = 5) -> None:
+    """Run each of them on blocks; with rows of a real size, a block is more than one piece."""
+    for calls in EXCHANGES.values():
+        line.cases += 1
+        world = World(Sizes(requests=1, topk=6, block=block, longest=16 * block, dtype=dtype, kv_dim=kv_dim))
+        world.lengths[0] = 12 * block - 1
+        for chosen in calls:
+            world.advance(Mood.GROW)
+            ids = world.arguments["selection_topk_indices"].reshape(-1)
+            ids[:] = -1
+            ids[: len(chosen)] = chosen
+            step(kernels, world, line)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ops.selection_world import Mood, Sizes, World
 from tests.ops_ascendc import stops
-from tests.ops_ascendc.histories import play, step
+from tests.ops_ascendc.histories import exchanges, play, step
 from tests.ops_ascendc.kernels import BFLOAT16, FLOAT16, INT8, Kernels, Machine
 from tests.ops_ascendc.tally import Line, Tally
 
@@ -73,6 +73,13 @@ def test_an_id_given_twice_is_held_twice(kernels: Kernels, line: Line, topk: int
         ids[: len(given)] = given
         step(kernels, world, line)
         assert sorted(world.status[0, : len(given)]) == sorted(given)
+
+
+@pytest.mark.parametrize("cores", [1, 8])
+def test_two_blocks_change_places(kernels: Kernels, line: Line, cores: int) -> None:
+    kernels.machine = Machine(cores=cores)
+    exchanges(kernels, line, 2)
+    exchanges(kernels, line, 64, "int16", 512)
 
 
 @both_keys
