@@ -14,12 +14,13 @@ from tests.cli.machines import asks, machine, write
 from tests.standins.build import ascendcl
 from tidal_connector.cli.doctor import gather as gathering
 from tidal_connector.cli.doctor.check_npu import check_npu
+from tidal_connector.cli.doctor.check_npu_transport import check_transport
 from tidal_connector.cli.doctor.examine import examine
 from tidal_connector.cli.doctor.facts import Facts
 from tidal_connector.cli.doctor.finding import State
 from tidal_connector.cli.doctor.gather_npu import NPU_IMPORTS, OPERATORS, read_ascend
 from tidal_connector.cli.doctor.npu_facts import Ascend, OpPackage
-from tidal_connector.cli.doctor.wishes import PoolWish, Wishes
+from tidal_connector.cli.doctor.wishes import PoolWish, PortRange, PortWish, Wishes
 from tidal_connector.config import DeviceAccess, Protocol
 from tidal_connector.memory.report import GIB
 
@@ -36,6 +37,7 @@ WELL = Ascend(
     cann="9.1.0",
     packages=(OURS, THEIRS),
     hccn=2,
+    variables={"HCCL_INTRA_ROCE_ENABLE": "1"},
 )
 PACKAGES = {
     "vllm": "0.23.0",
@@ -44,6 +46,7 @@ PACKAGES = {
     "torch-npu": "2.10.0.post4",
 }
 LARGE = PoolWish("decode.toml", 300 * GIB)
+ON_NPU = frozenset({Protocol.ASCEND})
 
 
 def npu(**changes: Any) -> Facts:
@@ -62,7 +65,8 @@ def without(**changes: Any) -> Ascend:
 
 
 def test_a_healthy_npu_machine_has_nothing_to_mend() -> None:
-    lines = check_npu(npu(), asks(LARGE, protocols=frozenset({Protocol.ASCEND})))
+    wishes = asks(LARGE, protocols=ON_NPU)
+    lines = [*check_npu(npu(), wishes), *check_transport(npu(), wishes)]
     assert [line for line in lines if line.state is not State.PASS] == []
     shown = {line.what: line.text for line in lines}
     assert shown["NPU driver"] == "25.5.1, firmware 7.8.0.6.201; registers up to 1 TB of host memory"
@@ -172,6 +176,46 @@ FAULTS: Mapping[str, tuple[dict[str, Any], Wishes, str, State, str, str]] = {
         State.FAIL,
         "is missing",
         "mount /etc/hccn.conf",
+    ),
+    "a control port in the way of the NPUs": (
+        {},
+        asks(protocols=ON_NPU, ports=(PortWish("decode.toml", "control.bind", "10.0.0.5", 21007),)),
+        "NPU transport",
+        State.FAIL,
+        "control.bind of decode.toml: port 21007 meets 20000..21999",
+        "ASCEND_BASE_PORT",
+    ),
+    "an agent's ports in the way of the NPUs": (
+        {},
+        asks(protocols=ON_NPU, ranges=(PortRange("agent.toml", 21000, 21999),)),
+        "NPU transport",
+        State.FAIL,
+        "ports of agent.toml: 21000..21999 meets 20000..21999",
+        "beyond that range",
+    ),
+    "connections in the way of the NPUs": (
+        {"ascend": without(devices=tuple(f"davinci{at}" for at in range(16)), hccn=16)},
+        asks(protocols=ON_NPU),
+        "NPU transport",
+        State.WARN,
+        "ip_local_port_range = 32768 60999 meets 20000 to 35999",
+        'ip_local_port_range="36000 60999"',
+    ),
+    "TCP forced": (
+        {"ascend": without(variables={"MC_FORCE_TCP": "0"})},
+        asks(protocols=ON_NPU),
+        "NPU transport",
+        State.FAIL,
+        "unset it (0 counts as set)",
+        "variable",
+    ),
+    "a link that does not reach host memory": (
+        {"ascend": without(variables={})},
+        asks(protocols=ON_NPU),
+        "NPU transport",
+        State.WARN,
+        "over RoCE only",
+        "HCCL_INTRA_ROCE_ENABLE=1",
     ),
     "fewer addresses than devices": (
         {"ascend": without(hccn=1)},

@@ -13,6 +13,7 @@ from tidal_connector.cli.doctor import (
     check_memory,
     check_network,
     check_npu,
+    check_npu_transport,
     check_software,
 )
 from tidal_connector.cli.doctor.facts import Facts
@@ -27,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     check_software.check_mooncake,
     check_software.check_native,
     check_npu.check_npu,
+    check_npu_transport.check_transport,
     check_memory.check_hugepages,
     check_memory.check_memory,
     check_memory.check_memlock,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -32,6 +34,7 @@ class Ascend(msgspec.Struct, frozen=True):
         cann: version of CANN; empty: not found.
         packages: vendor folders with a ``libcust_opapi.so``.
         hccn: addresses of NPU network cards in ``/etc/hccn.conf``; None: there is no such file.
+        variables: of the environment, those that decide how Mooncake's ``ascend`` transport runs.
     """
 
     devices: tuple[str, ...] = ()
@@ -42,3 +45,4 @@ class Ascend(msgspec.Struct, frozen=True):
     cann: str = ""
     packages: tuple[OpPackage, ...] = ()
     hccn: int | None = None
+    variables: Mapping[str, str] = {}
