@@ -9,10 +9,10 @@ BIN := .venv/bin
 ARGS ?=
 TIMED = start=$$SECONDS; trap 'echo "make $@: $$((SECONDS - start)) s"' EXIT;
 
-.PHONY: help setup demo test unit lint format bench clean
+.PHONY: help setup demo test unit contract-test lint format bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r name what; do printf '  make %-8s %s\n' "$$name" "$$what"; done
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r name what; do printf '  make %-14s %s\n' "$$name" "$$what"; done
 	@echo "  ARGS='...' is handed on, for example: make test ARGS='-k layout', make demo ARGS='--arch glm', make bench ARGS='transfer'"
 
 setup: ## make .venv ready: system packages, locked Python packages, native build (a second call does nothing)
@@ -26,6 +26,10 @@ test: setup ## all tests: unit first, then end to end; pytest's last line holds 
 
 unit: setup ## only the tests that need no engine (minutes)
 	@$(BIN)/python -m pytest -m "not e2e and not faults and not sanitizers" $(ARGS)
+
+contract-test: setup ## our code against the real sources of vllm-ascend and vLLM 0.23, which are downloaded once (minutes)
+	@$(BIN)/python -m tests.vllm_plugin.ascend.bed.sources
+	@$(BIN)/python -m pytest -m contract tests/vllm_plugin/ascend $(ARGS)
 
 lint: setup ## formatting, style, types and spelling
 	@$(TIMED) $(BIN)/ruff check .; \
