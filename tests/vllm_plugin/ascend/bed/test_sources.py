@@ -19,6 +19,8 @@ import pytest
 from tests.vllm_plugin.ascend.bed.index import Deadline, SourcesUnavailable, SourcesWrong, addresses_in
 from tests.vllm_plugin.ascend.bed.sources import Release, unpacked
 
+pytestmark = pytest.mark.contract
+
 NAME = "some-thing"
 FILE = "some_thing-1.0.tar.gz"
 
