@@ -46,6 +46,7 @@ class World:
     top_k: int = 9
     queries: int = 2
     context: int = 300
+    element: torch.dtype = torch.int16  # of the rows, 16 bits wide; what operators are told
     gather: Callable[..., None] | None = None
     tenants: list[Tenant] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -75,11 +76,15 @@ class World:
         )
         extra = {} if self.gather is None else {"gather": self.gather}
         self.selection = DeviceSelection(
-            pools=self.pools, groups=self.groups, sizes=sizes, device=torch.device("cpu"), **extra
+            pools=[(nope.view(self.element), rope.view(self.element)) for nope, rope in self.pools],
+            groups=self.groups,
+            sizes=sizes,
+            device=torch.device("cpu"),
+            **extra,
         )
         self.stamp = 0
         self.named = 0
-        self.totals = torch.zeros(4, dtype=torch.int64)
+        self.totals = torch.zeros(3, dtype=torch.int64)
 
     # What happens between steps.
 
@@ -213,7 +218,7 @@ class World:
                 page = view.block_table[index][slots[valid] // 128].long()
                 stamps = tenant.stamps[selected[row][selected[row] >= 0]] + layer
                 for part in (view.nope, view.rope):
-                    read = part[page, slots[valid] % 128, 0]
+                    read = part.view(torch.int16)[page, slots[valid] % 128, 0]
                     wanted = torch.from_numpy(stamps.astype(np.int16))[:, None] + torch.arange(
                         part.shape[-1], dtype=torch.int16
                     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tidal_connector.ops.npu.library import gather_miss_rows
-from tidal_connector.ops.npu.resolve import resolve
+from tidal_connector.ops.npu.resolve import Pass, prepare, resolve
 from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest
 from tidal_connector.ops.npu.state import DeviceBatch, DeviceResolved, DeviceSlotState
 from tidal_connector.ops.npu.stream import SideStream
@@ -31,13 +31,28 @@ GatherMissRows = Callable[..., None]
 
 @dataclass(slots=True)
 class _Step:
-    """What ``begin`` was told, and how far the pass is: group and rows of the last plan, layers that await its rows."""
+    """What ``begin`` was told, and how far the pass is.
+
+    Attributes:
+        requests: seated ones.
+        tokens: rows of theirs.
+        padded: requests with padding.
+        shared: what the plans of the pass share; None before the first.
+        planned: groups that have planned.
+        group: the last of them.
+        slots: its slot table.
+        new_slots: arena rows of the step's own rows.
+        awaited: its layers that have not arrived.
+    """
 
     requests: int = 0
     tokens: int = 0
     padded: int = 0
+    shared: Pass | None = None
+    planned: set[int] = field(default_factory=set)
     group: int | None = None
-    rows: int = 0
+    slots: torch.Tensor | None = None
+    new_slots: torch.Tensor | None = None
     awaited: set[int] = field(default_factory=set)
 
 
@@ -75,8 +90,8 @@ class DeviceSelection:
         self._place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.members)}
         self._states = [DeviceSlotState(sizes.seats, sizes.slots, device) for _ in groups]
         requests = max(sizes.seats, sizes.tokens)  # a padded batch may have more requests than there are seats
-        self._batch = DeviceBatch(requests, sizes.queries, sizes.tokens, device)
-        self._resolved = DeviceResolved(self._batch, sizes.top_k, device)
+        self._batch = DeviceBatch(sizes.seats, requests, sizes.queries, sizes.tokens, device)
+        self._resolved = DeviceResolved(self._batch, sizes.top_k, sizes.slots, len(groups), device)
         self._staging = BatchStaging(self._batch)
         self._side = SideStream(device)
         pages = sizes.slots // PAGE_SLOTS
@@ -84,8 +99,18 @@ class DeviceSelection:
         self._lengths = torch.full((requests,), sizes.slots, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((requests, pages), dtype=torch.int32, device=device)
         self._step = _Step()
+        self._passing: list[str] = []
         self.seats = DeviceSeats(seats=sizes.seats, slots=sizes.slots, top_k=sizes.top_k)
-        self.counts = torch.zeros((len(groups), 4), dtype=torch.int32, device=device)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Int32 ``[groups, 3]`` on the device: hits, misses and evictions of each group's last plan.
+
+        Made when asked for; nothing of a pass needs it.
+        """
+        statistics = self._resolved.statistics[:, : self._step.padded]
+        hits, selected, displaced = statistics.unbind(2)
+        return torch.stack((hits, selected - hits, displaced.clamp(min=0)), 1).sum(2, dtype=torch.int32)
 
     # Host, once per step.
 
@@ -108,6 +133,7 @@ class DeviceSelection:
             ValueError: the step is larger than the sizes allow.
             PoolExhausted: there is no seat for a request.
         """
+        self._end_pass()
         sizes = self._sizes
         if not requests:  # warm-up may be larger than any step that is served
             padded_requests = min(padded_requests, self._batch.most_requests)
@@ -117,14 +143,22 @@ class DeviceSelection:
             StagedRequest(sitting.seat, sitting.generation, sitting.stable, count)
             for sitting, count in zip(sittings, queries, strict=True)
         ]
-        for layer in self._side.unjoined:  # of a pass that failed
-            self._side.join(layer)
         self._staging.fill(staged, padded_requests, most_queries)
         first_page = self._batch.seat.clamp(min=0).unsqueeze(1) * self._pages.shape[0]
         self._block_table.copy_(first_page + self._pages)
         for request in requests:
             self.seats.served(request)
         self._step = _Step(len(staged), sum(queries), padded_requests)
+        self._passing = list(requests)
+
+    def _end_pass(self) -> None:
+        """Void the seats of a pass that failed between two layers: their groups no longer agree."""
+        step = self._step
+        for layer in self._side.unjoined:
+            self._side.join(layer)
+        if step.awaited or 0 < len(step.planned) < len(self._groups):
+            for request in self._passing:
+                self.seats.void(request)
 
     def elsewhere(self, request: str, start: int) -> None:
         """Note that a step computed a request's tokens from ``start`` on without its seat, on the pool alone.
@@ -171,28 +205,23 @@ class DeviceSelection:
                 f"selected {tuple(selected.shape)}, lengths {tuple(lengths.shape)}, block_table "
                 f"{tuple(block_table.shape)}: expected {step.tokens} rows and {step.requests} requests by begin()"
             )
-        resolve(
-            self._states[at],
-            batch,
-            selected,
-            lengths,
-            block_table,
-            self._sizes.page_tokens,
-            self._resolved,
-            self.counts[at],
-        )
-        step.group, step.rows = at, selected.shape[0]
+        resolved = self._resolved
+        if step.shared is None:
+            step.shared = prepare(batch, lengths, block_table, self._sizes.page_tokens, resolved)
+        step.slots = resolve(self._states[at], batch, step.shared, selected, resolved, at)
+        step.group = at
+        step.planned.add(at)
         step.awaited.update(self._groups[at].members)
-        self._send(self._groups[at])
+        self._send(self._groups[at], step.shared)
 
-    def _send(self, group: IndexGroup) -> None:
+    def _send(self, group: IndexGroup, shared: Pass) -> None:
         """Copy the rows of a plan: a lone layer's at once, since nothing runs meanwhile; a group's on the side."""
-        batch = self._batch
-        rows, slots = self._resolved.fetch(batch.requests, batch.queries)
-        count = self._resolved.count[: batch.requests]
+        rows, slots = self._resolved.fetch(shared.requests, shared.queries)
+        count = self._resolved.count[: shared.requests]
         if len(group.members) == 1:
             self._copy(group.leader, rows, slots, count)
             return
+        self._step.new_slots = slots[:, : shared.queries].contiguous()
         with self._side.forked():
             for layer in group.members:
                 # A follower's own new rows are not in its pool yet; what is copied in their place is overwritten when
@@ -213,21 +242,20 @@ class DeviceSelection:
             ValueError: the layer's group has no plan in this pass.
         """
         at, member = self._place[layer]
-        step, batch = self._step, self._batch
-        if step.group != at:
+        step = self._step
+        if step.group != at or step.shared is None or step.slots is None:
             raise ValueError(f"layer {layer}: its leader {self._groups[at].leader} has not planned in this pass")
         if layer in self._side.unjoined:
             self._side.join(layer)
         step.awaited.discard(layer)
-        if member:
-            rows, slots = self._resolved.new(batch.requests, batch.queries)
-            self._copy(layer, rows, slots, batch.count[: batch.requests])
+        if member and step.new_slots is not None:
+            self._copy(layer, step.shared.new_rows, step.new_slots, self._batch.count[: step.shared.requests])
         arena = self._arenas[layer]
         return ArenaView(
             arena.nope.unsqueeze(2),
             arena.rope.unsqueeze(2),
             self._block_table[: step.padded],
-            self._resolved.slots[: step.rows].unsqueeze(1),
+            step.slots.unsqueeze(1),
             self._lengths[: step.padded],
         )
 

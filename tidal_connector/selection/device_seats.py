@@ -78,13 +78,22 @@ class DeviceSeats:
             )
         known = self._requests.get(request)
         if known is None:
-            self._generation = self._generation % FOREVER + 1
-            known = self._requests[request] = _Request(self._generation)
+            known = self._requests[request] = _Request(self._next_generation())
         return Sitting(int(self._book.seats.extents[seat, 0]), known.generation, known.stable)
 
     def served(self, request: str) -> None:
         """Note that the step for which a request sat down is on its way to the device: its seat knows of all rows."""
         self._requests[request].stable = FOREVER
+
+    def void(self, request: str) -> None:
+        """Give up all that a request's seat holds. Unknown requests hold nothing."""
+        known = self._requests.get(request)
+        if known is not None:
+            known.generation = self._next_generation()
+
+    def _next_generation(self) -> int:
+        self._generation = self._generation % FOREVER + 1
+        return self._generation
 
     def elsewhere(self, request: str, start: int) -> None:
         """Note that a step wrote rows of a request from ``start`` on past its seat. Unknown requests have none."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tidal_connector.ops.npu.resolve import POSITIONS
+from tidal_connector.ops.npu.state import POSITIONS
 
 PAGE_SLOTS = 128
 """Slots of a page of the arena: attention reads it as a paged cache of vllm-ascend's block size."""

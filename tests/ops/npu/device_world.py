@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tests.ops.resolve_world import Shape, Tenant, World
+from tests.ops.resolve_world import Int32, Shape, Tenant, World
 from tidal_connector.ops import Implementation, Resolved, SelectionBatch
-from tidal_connector.ops.npu.resolve import resolve
+from tidal_connector.ops.npu.resolve import prepare, resolve
 from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest
 from tidal_connector.ops.npu.state import FOREVER, DeviceBatch, DeviceResolved, DeviceSlotState
 
@@ -40,10 +40,10 @@ class DeviceWorld(World):
         super().__init__(shape, seed, [(Implementation.REFERENCE, 1)])
         tokens = shape.seats * shape.queries + 3
         self.state = DeviceSlotState(shape.extents, shape.extent_rows, "cpu")
-        self.step_batch = DeviceBatch(shape.seats + 2, shape.queries, tokens, "cpu")
+        self.step_batch = DeviceBatch(shape.extents, shape.seats + 2, shape.queries, tokens, "cpu")
         self.staging = BatchStaging(self.step_batch)
-        self.out = DeviceResolved(self.step_batch, shape.width, "cpu")
-        self.counts = torch.zeros(4, dtype=torch.int32)
+        self.out = DeviceResolved(self.step_batch, shape.width, shape.extent_rows, 2, "cpu")
+        self.stable: dict[int, int] = {}
         self.generations: dict[int, int] = {}
         self.generation = 0
 
@@ -61,29 +61,43 @@ class DeviceWorld(World):
         super().join()
         for tenant in self.tenants[known:]:
             (extent,) = tenant.extents
+            self.stable.pop(tenant.seat, None)
             state, rows = self.states[0], self.seats.rows(tenant.seat)
             state.listed[tenant.seat] = 1
             state.order[rows] = extent * self.shape.extent_rows + self.state.slots[extent].numpy()
 
     def carry_out(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch, result: Resolved) -> None:
-        """Resolve on the device, compare all of it, and carry out the device's plan."""
+        """Resolve on the device, compare all of it, and carry out the device's plan.
+
+        The definition lets a request without queries forget what was taken back. The device hears of it with the next
+        step: rows from there on were not written through the seat.
+        """
+        for tenant, count in zip(tenants, queries, strict=True):
+            if not count:
+                self.stable[tenant.seat] = min(self.stable.get(tenant.seat, FOREVER), tenant.length)
         mine = self.resolve(tenants, queries, batch)
         assert mine.slots.tolist() == result.slots.tolist(), "slots"
         assert mine.written.tolist() == result.written.tolist(), "written"
         assert mine.miss_start.tolist() == result.miss_start.tolist(), "miss_start"
         assert mine.miss_rows.tolist() == result.miss_rows.tolist(), "miss_rows"
         assert mine.miss_slots.tolist() == result.miss_slots.tolist(), "miss_slots"
-        assert mine[5:] == result[5:], "counts"
+        assert mine[5:9] == result[5:9], "counts"
         self.compare_states()
         super().carry_out(tenants, queries, batch, mine)
 
     def resolve(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch) -> Resolved:
         """Return the device's plan in the words of the definition."""
         rng, shape = self.rng, self.shape
+        served = [index for index, count in enumerate(queries) if count]
         # The device knows a seat by its place in the arena.
         requests = [
-            StagedRequest(tenant.extents[0], self.generations[tenant.seat], FOREVER, count)
-            for tenant, count in zip(tenants, queries, strict=True)
+            StagedRequest(
+                tenants[index].extents[0],
+                self.generations[tenants[index].seat],
+                self.stable.pop(tenants[index].seat, FOREVER),
+                queries[index],
+            )
+            for index in served
         ]
         padded = max(1, len(requests) + int(rng.integers(0, 3)))
         self.staging.fill(requests, padded, shape.queries)
@@ -93,51 +107,50 @@ class DeviceWorld(World):
         selected[:tokens, :width] = torch.from_numpy(batch.selected.copy())
         lengths = torch.from_numpy(rng.integers(-9, 1 << 20, padded).astype(np.int32))
         pages = torch.full((padded, batch.pages.shape[1]), 1 << 25, dtype=torch.int32)
-        for index, (tenant, count) in enumerate(zip(tenants, queries, strict=True)):
-            lengths[index] = tenant.length + count
-            pages[index] = torch.from_numpy(batch.pages[index].copy())
-        resolve(self.state, self.step_batch, selected, lengths, pages, shape.page_tokens, self.out, self.counts)
-        assert (self.out.slots[tokens : len(selected)] == -1).all(), "padding has slots"
+        for place, index in enumerate(served):
+            lengths[place] = tenants[index].length + queries[index]
+            pages[place] = torch.from_numpy(batch.pages[index].copy())
+        shared = prepare(self.step_batch, lengths, pages, shape.page_tokens, self.out)
+        slots = resolve(self.state, self.step_batch, shared, selected, self.out, 1)
+        assert (slots[tokens:] == -1).all(), "padding has slots"
         assert (self.out.count[len(requests) : padded] == 0).all(), "padding fetches"
         self.state.check()
-        return self._as_resolved(requests, batch, width)
+        assert shared.new_rows[len(requests) :].eq(-1).all(), "padding has new rows"
+        return self._as_resolved(tenants, queries, batch, slots[:tokens, :width].numpy())
 
-    def _as_resolved(self, requests: list[StagedRequest], batch: SelectionBatch, width: int) -> Resolved:
-        capacity, tokens = self.shape.extent_rows, len(batch.selected)
-        rows, places = self.out.fetch(self.step_batch.requests, self.step_batch.queries)
-        new_rows, new_places = self.out.new(self.step_batch.requests, self.step_batch.queries)
-        slots = self.out.slots[:tokens, :width].numpy().astype(np.int64)
+    def _as_resolved(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch, found: Int32) -> Resolved:
+        capacity, most = self.shape.extent_rows, self.shape.queries
+        rows, places = self.out.fetch(self.step_batch.requests, most)
+        slots = found.astype(np.int64)
         written: list[int] = []
         misses: list[tuple[int, int]] = []
-        starts = [0]
-        for index, request in enumerate(requests):
-            first, end = batch.query_start[index : index + 2].tolist()
-            part = slots[first:end]
-            slots[first:end] = np.where(part >= 0, request.seat * capacity + part, -1)
-            count = int(self.out.count[index])
-            listed = list(zip(rows[index].tolist(), places[index].tolist(), strict=True))
-            written += [place for _, place in listed[: request.queries]]
-            misses += listed[request.queries : count]
+        starts, place = [0], 0
+        for index, (tenant, count) in enumerate(zip(tenants, queries, strict=True)):
+            if count:
+                first, end = batch.query_start[index : index + 2].tolist()
+                part = slots[first:end]
+                slots[first:end] = np.where(part >= 0, tenant.extents[0] * capacity + part, -1)
+                listed = list(zip(rows[place].tolist(), places[place].tolist(), strict=True))
+                written += [slot for _, slot in listed[:count]]
+                misses += listed[most : int(self.out.count[place])]
+                positions = int(batch.start[index]) + np.arange(count)
+                page, offset = np.divmod(positions, self.shape.page_tokens)
+                new = (batch.pages[index][page] * self.shape.page_tokens + offset).tolist()
+                assert [row for row, _ in listed[:most]] == [*new, *[-1] * (most - count)], "new rows"
+                place += 1
             starts.append(len(misses))
-            positions = int(batch.start[index]) + np.arange(request.queries)
-            page, offset = np.divmod(positions, self.shape.page_tokens)
-            assert [row for row, _ in listed[: request.queries]] == (
-                batch.pages[index][page] * self.shape.page_tokens + offset
-            ).tolist(), "new rows of the pool"
-            assert new_rows[index, : request.queries].tolist() == [row for row, _ in listed[: request.queries]]
-            assert new_places[index, : request.queries].tolist() == written[-request.queries :][: request.queries]
-        hits, missed, evictions, invalid = self.counts.tolist()
+        hits, selected, displaced = self.out.statistics[1, :place].unbind(1)
         return Resolved(
             slots.astype(np.int32),
             np.array(written, np.int32),
             np.array([row for row, _ in misses], np.int64),
-            np.array([place for _, place in misses], np.int64),
+            np.array([slot for _, slot in misses], np.int64),
             np.array(starts, np.int32),
-            hits,
-            missed,
+            int(hits.sum()),
+            int((selected - hits).sum()),
             0,
-            evictions,
-            invalid,
+            int(displaced.clamp(min=0).sum()),
+            0,
         )
 
     def compare_states(self) -> None:
@@ -146,8 +159,10 @@ class DeviceWorld(World):
         for tenant in self.tenants:
             (extent,) = tenant.extents
             rows = self.seats.rows(tenant.seat)
-            if self.state.owner[extent] != self.generations[tenant.seat]:
+            if self.step_batch.owners[extent] != self.generations[tenant.seat]:
                 assert (self.states[0].held[rows] == -1).all(), "a seat that had no step yet holds something"
+                continue
+            if tenant.seat in self.stable:
                 continue
             assert held[extent].tolist() == self.states[0].held[rows].tolist(), "content of the slots"
             order = extent * capacity + self.state.slots[extent].numpy()

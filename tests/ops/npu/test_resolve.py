@@ -19,9 +19,9 @@ from tests.ops.npu.device_world import DeviceWorld, equal_seats  # noqa: E402
 from tests.ops.resolve_world import Shape  # noqa: E402
 from tidal_connector.ops import Implementation, SelectionBatch, SlotState  # noqa: E402
 from tidal_connector.ops import resolve as define  # noqa: E402
-from tidal_connector.ops.npu.resolve import POSITIONS, resolve  # noqa: E402
+from tidal_connector.ops.npu.resolve import prepare, resolve  # noqa: E402
 from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest  # noqa: E402
-from tidal_connector.ops.npu.state import FOREVER, DeviceBatch, DeviceResolved, DeviceSlotState  # noqa: E402
+from tidal_connector.ops.npu.state import FOREVER, POSITIONS, DeviceBatch, DeviceResolved, DeviceSlotState  # noqa: E402
 from tidal_connector.ops.slots import Seats  # noqa: E402
 
 shapes = st.builds(
@@ -50,7 +50,7 @@ def test_the_world_has_all_that_can_happen_to_a_seat() -> None:
 
 
 def forget_evictions(world: DeviceWorld) -> None:
-    world.state.positions.clamp_(max=-1)
+    world.state.positions.fill_(POSITIONS)
 
 
 def forget_an_order(world: DeviceWorld) -> None:
@@ -73,10 +73,11 @@ def test_a_state_that_was_tampered_with_is_noticed(fault: Callable[[DeviceWorld]
 
 
 def test_rejected_rows_that_are_not_forgotten_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(state: DeviceSlotState, batch: DeviceBatch, selected: object, lengths: object, *rest: object) -> None:
+    def forgetful(state: DeviceSlotState, *rest: Any) -> Any:
         held = state.positions.clone()
-        resolve(state, batch, selected, lengths, *rest)  # type: ignore[arg-type]
-        state.positions.copy_(torch.where(state.positions < 0, held, state.positions))
+        slots = resolve(state, *rest)
+        state.positions.copy_(torch.where(state.positions == POSITIONS, held, state.positions))
+        return slots
 
     monkeypatch.setattr(device_world, "resolve", forgetful)
     world = DeviceWorld(equal_seats(seats=3, slots=30, width=5, queries=3, page_tokens=4, context=120), 3)
@@ -89,36 +90,36 @@ class Bench:
 
     def __init__(self, slots: int = 16, width: int = 4, queries: int = 2) -> None:
         self.state = DeviceSlotState(2, slots, "cpu")
-        self.batch = DeviceBatch(3, queries, 8, "cpu")
-        self.out = DeviceResolved(self.batch, width, "cpu")
-        self.counts = torch.zeros(4, dtype=torch.int32)
+        self.batch = DeviceBatch(2, 3, queries, 8, "cpu")
+        self.out = DeviceResolved(self.batch, width, slots, 1, "cpu")
         self.table = torch.arange(40, dtype=torch.int32).repeat(3, 1)
+        self.slots = torch.empty(0)
 
     def step(self, length: int, *selected: list[int], stable: int = FOREVER, generation: int = 1) -> list[int]:
-        """Resolve, and return hits, misses, evictions and masked entries."""
+        """Resolve, and return hits, misses, evictions."""
         request = StagedRequest(1, generation, stable, len(selected))
         BatchStaging(self.batch).fill([request], 1, self.batch.most_queries)
         lengths = torch.tensor([length], dtype=torch.int32)
-        rows = torch.tensor(selected, dtype=torch.int32)
-        resolve(self.state, self.batch, rows, lengths, self.table, 4, self.out, self.counts)
+        shared = prepare(self.batch, lengths, self.table, 4, self.out)
+        self.slots = resolve(self.state, self.batch, shared, torch.tensor(selected, dtype=torch.int32), self.out)
         self.state.check()
-        counts: list[int] = self.counts.tolist()
-        return counts
+        hits, total, displaced = self.out.statistics[0, 0].tolist()
+        return [hits, total - hits, max(displaced, 0)]
 
 
 def test_rows_from_the_stable_position_on_are_fetched_again() -> None:
     bench = Bench()
-    assert bench.step(20, [3, 5, 9, 12]) == [0, 4, 0, 0]
-    assert bench.step(21, [3, 5, 9, 12]) == [4, 0, 0, 0]
-    assert bench.step(30, [3, 5, 9, 12], stable=9) == [2, 2, 0, 0]
-    assert bench.step(31, [3, 5, 9, 12]) == [4, 0, 0, 0]
+    assert bench.step(20, [3, 5, 9, 12]) == [0, 4, 0]
+    assert bench.step(21, [3, 5, 9, 12]) == [4, 0, 0]
+    assert bench.step(30, [3, 5, 9, 12], stable=9) == [2, 2, 0]
+    assert bench.step(31, [3, 5, 9, 12]) == [4, 0, 0]
 
 
 def test_another_generation_finds_the_seat_empty() -> None:
     bench = Bench()
-    assert bench.step(20, [3, 5, 9, 12]) == [0, 4, 0, 0]
-    assert bench.step(21, [3, 5, 9, 12], generation=2) == [0, 4, 0, 0]
-    assert bench.step(22, [3, 5, 9, 12], generation=2) == [4, 0, 0, 0]
+    assert bench.step(20, [3, 5, 9, 12]) == [0, 4, 0]
+    assert bench.step(21, [3, 5, 9, 12], generation=2) == [0, 4, 0]
+    assert bench.step(22, [3, 5, 9, 12], generation=2) == [4, 0, 0]
 
 
 def test_a_new_row_beyond_the_pages_is_not_fetched() -> None:
@@ -126,7 +127,7 @@ def test_a_new_row_beyond_the_pages_is_not_fetched() -> None:
     bench.step(162, [3, 5, 9, 12], [3, 5, 161, 160])
     rows, _ = bench.out.fetch(1, 2)
     assert rows[0, :2].tolist() == [-1, -1]
-    assert bench.out.slots[1].tolist()[2:] == [-1, -1]
+    assert bench.slots[1].tolist()[2:] == [-1, -1]
 
 
 def test_a_million_tokens_of_context_cost_no_more_than_a_thousand() -> None:
@@ -134,36 +135,49 @@ def test_a_million_tokens_of_context_cost_no_more_than_a_thousand() -> None:
     bench = Bench()
     bench.table = torch.arange(1 << 22, dtype=torch.int32).unsqueeze(0)
     last = POSITIONS - 1
-    assert bench.step(last + 1, [last - 1, last - 2, last, 5]) == [1, 3, 0, 0]
-    assert bench.step(last + 1, [last - 1, last - 2, last - 3, last]) == [3, 1, 0, 0]
+    assert bench.step(last + 1, [last - 1, last - 2, last, 5]) == [1, 3, 0]
+    assert bench.step(last + 1, [last - 1, last - 2, last - 3, last]) == [3, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("selected", "lengths", "table", "message"),
+    ("changed", "message"),
     [
-        (torch.zeros(2, 4, dtype=torch.int64), None, None, "selected: dtype torch.int64: expected int32"),
-        (torch.zeros(2, 5, dtype=torch.int32), None, None, r"selected: shape \(2, 5\): expected up to 8 rows of 4"),
-        (torch.zeros(9, 4, dtype=torch.int32), None, None, r"selected: shape \(9, 4\)"),
-        (None, torch.zeros(1, dtype=torch.int32), None, "lengths: 1 rows: expected 2"),
-        (None, None, torch.zeros(1, 3, dtype=torch.int32), "block_table: 1 rows: expected 2"),
-        (None, None, torch.zeros(6, dtype=torch.int32), "block_table: shape .*: expected 2 dimensions"),
+        ({"selected": torch.zeros(2, 4, dtype=torch.int64)}, "selected: dtype torch.int64: expected int32"),
+        ({"selected": torch.zeros(2, 5, dtype=torch.int32)}, r"selected: shape \(2, 5\): expected up to 8 rows of 4"),
+        ({"selected": torch.zeros(9, 4, dtype=torch.int32)}, r"selected: shape \(9, 4\)"),
+        ({"lengths": torch.zeros(1, dtype=torch.int32)}, "lengths: 1 rows: expected 2"),
+        ({"table": torch.zeros(1, 3, dtype=torch.int32)}, "block_table: 1 rows: expected 2"),
+        ({"table": torch.zeros(6, dtype=torch.int32)}, r"block_table: shape .*: expected 2 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_refused(selected: Any, lengths: Any, table: Any, message: str) -> None:
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
     bench = Bench()
     BatchStaging(bench.batch).fill([], 2, 2)
-    default = (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), bench.table)
-    given = [
-        mine if mine is not None else other for mine, other in zip((selected, lengths, table), default, strict=True)
-    ]
+    given = {
+        "selected": torch.zeros(2, 4, dtype=torch.int32),
+        "lengths": torch.zeros(2, dtype=torch.int32),
+        "table": bench.table,
+        **changed,
+    }
+
+    def call() -> None:
+        shared = prepare(bench.batch, given["lengths"], given["table"], 4, bench.out)
+        resolve(bench.state, bench.batch, shared, given["selected"], bench.out)
+
     with pytest.raises((TypeError, ValueError), match=message):
-        resolve(bench.state, bench.batch, *given, 4, bench.out, bench.counts)
+        call()
 
 
 def test_seats_that_a_step_could_overflow_are_refused() -> None:
-    bench = Bench(slots=9)
     with pytest.raises(ValueError, match="2 queries that select 4 rows each need 10 slots"):
-        bench.step(20, [1, 2, 3, 4])
+        Bench(slots=9)
+
+
+@pytest.mark.parametrize("queries", [0, 3])
+def test_a_request_without_queries_or_with_too_many_is_refused(queries: int) -> None:
+    bench = Bench()
+    with pytest.raises(ValueError, match=rf"queries\[0\] = {queries}: expected 1 to 2"):
+        BatchStaging(bench.batch).fill([StagedRequest(1, 1, FOREVER, queries)], 1, 2)
 
 
 def test_the_sizes_of_a_real_model() -> None:
@@ -175,8 +189,8 @@ def test_the_sizes_of_a_real_model() -> None:
     definition.listed[:] = 1
     definition.order[:] = np.arange(requests * slots)
     state = DeviceSlotState(requests, slots, "cpu")
-    batch = DeviceBatch(requests, 1, requests, "cpu")
-    out, counts = DeviceResolved(batch, width, "cpu"), torch.zeros(4, dtype=torch.int32)
+    batch = DeviceBatch(requests, requests, 1, requests, "cpu")
+    out = DeviceResolved(batch, width, slots, 1, "cpu")
     pages = rng.permutation(requests * (context // 128)).astype(np.int32).reshape(requests, -1)
     favourites = np.stack([rng.choice(context - 100, width, replace=False) for _ in range(requests)]).astype(np.int32)
     for step in range(4):
@@ -197,18 +211,11 @@ def test_the_sizes_of_a_real_model() -> None:
             implementation=Implementation.REFERENCE,
         )
         BatchStaging(batch).fill([StagedRequest(seat, 1, FOREVER, 1) for seat in range(requests)], requests, 1)
-        resolve(
-            state,
-            batch,
-            torch.from_numpy(favourites),
-            torch.from_numpy(start + 1),
-            torch.from_numpy(pages),
-            128,
-            out,
-            counts,
-        )
-        assert counts.tolist() == [wanted.hits, wanted.misses, wanted.evictions, wanted.invalid]
-        assert out.slots.tolist() == (wanted.slots % slots).tolist()
+        shared = prepare(batch, torch.from_numpy(start + 1), torch.from_numpy(pages), 128, out)
+        found = resolve(state, batch, shared, torch.from_numpy(favourites), out)
+        hits, total, displaced = out.statistics[0].clamp(min=0).sum(0).tolist()
+        assert [hits, total - hits, displaced] == [wanted.hits, wanted.misses, wanted.evictions]
+        assert found.tolist() == (wanted.slots % slots).tolist()
         assert state.held().flatten().tolist() == definition.held.tolist()
         assert out.count.tolist() == (np.diff(wanted.miss_start) + 1).tolist()
 
@@ -240,7 +247,8 @@ class Trace(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_nothing_is_read_by_the_host_and_no_shape_depends_on_data() -> None:
     """Tensors on ``meta`` have no values: whatever asks for one, or makes a shape of one, raises."""
-    state, batch = DeviceSlotState(2, 16, "meta"), DeviceBatch(3, 2, 8, "meta")
-    out, counts = DeviceResolved(batch, 4, "meta"), torch.zeros(4, dtype=torch.int32, device="meta")
-    ints = [torch.zeros(shape, dtype=torch.int32, device="meta") for shape in ((6, 4), (3,), (3, 40))]
-    resolve(state, batch, *ints, 4, out, counts)
+    state, batch = DeviceSlotState(2, 16, "meta"), DeviceBatch(2, 3, 2, 8, "meta")
+    out = DeviceResolved(batch, 4, 16, 1, "meta")
+    selected, lengths, table = (torch.zeros(s, dtype=torch.int32, device="meta") for s in ((6, 4), (3,), (3, 40)))
+    shared = prepare(batch, lengths, table, 4, out)
+    assert resolve(state, batch, shared, selected, out).shape == (6, 4)

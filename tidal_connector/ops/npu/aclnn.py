@@ -116,7 +116,7 @@ class OperatorLibrary:
         ]
         self._destroy = _function(base, "aclDestroyTensor", ctypes.c_int)
         self._destroy.argtypes = [ctypes.c_void_p]
-        self._found: dict[str, ctypes.CDLL] = {}
+        self._found: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {}
 
     @classmethod
     def open(
@@ -187,18 +187,19 @@ class OperatorLibrary:
                 raise self._failed(f"aclnn{operator}", code, arguments)
 
     def _functions(self, operator: str) -> tuple[Callable[..., int], Callable[..., int]]:
+        known = self._found.get(operator)
+        if known is not None:
+            return known
         names = (f"aclnn{operator}GetWorkspaceSize", f"aclnn{operator}")
-        library = self._found.get(operator)
+        library = next((each for each in self._operators if _has(each, names)), None)
         if library is None:
-            library = next((each for each in self._operators if _has(each, names)), None)
-            if library is None:
-                searched = ", ".join(each._name for each in self._operators)
-                raise NativeOpMissing(
-                    f"{names[1]}: not in {searched}; build and install the operator package of this version "
-                    "(ops_ascendc/build.sh)"
-                )
-            self._found[operator] = library
+            searched = ", ".join(each._name for each in self._operators)
+            raise NativeOpMissing(
+                f"{names[1]}: not in {searched}; build and install the operator package of this version "
+                "(ops_ascendc/build.sh)"
+            )
         prepare, launch = (_function(library, name, ctypes.c_int) for name in names)
+        self._found[operator] = prepare, launch
         return prepare, launch
 
     @contextmanager

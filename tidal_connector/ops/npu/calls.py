@@ -114,8 +114,6 @@ def _describe(name: str, tensor: torch.Tensor) -> TensorArgument:
     if tensor.dtype not in _TYPES:
         raise TypeError(f"{name}: dtype {tensor.dtype}: expected one of {', '.join(map(str, _TYPES))}")
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)}: expected a contiguous tensor"
-        )
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}: expected it contiguous")
     address = tensor.data_ptr() if tensor.numel() else 0
     return TensorArgument(name, address, tuple(tensor.shape), _TYPES[tensor.dtype])

@@ -75,12 +75,12 @@ class BatchStaging:
             )
         piece = self._free_piece()
         seat, count, owner, stable, rows, place = (part.numpy() for part in batch.parts(piece))
-        for array, padding in ((seat, -1), (count, 0), (owner, 0), (stable, 0), (rows, 0), (place, -1)):
+        for array, padding in ((seat, -1), (count, 0), (owner, 0), (stable, 0), (rows, 0), (place, batch.no_place)):
             array.fill(padding)
         first = 0
         for index, request in enumerate(requests):
-            if not 0 <= request.queries <= most_queries:
-                raise ValueError(f"queries[{index}] = {request.queries}: expected 0 to {most_queries}")
+            if not 1 <= request.queries <= most_queries:
+                raise ValueError(f"queries[{index}] = {request.queries}: expected 1 to {most_queries}")
             seat[index], owner[index], stable[index] = request.seat, request.generation, request.stable
             count[index] = request.queries
             for query in range(request.queries):
