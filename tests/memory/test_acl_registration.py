@@ -254,6 +254,19 @@ def test_what_another_component_registered_in_part_is_a_failure(
     end()
 
 
+@pytest.mark.parametrize("adjoining", [0, 1])
+def test_two_foreign_registrations_with_a_gap_or_a_border_between_are_not_used(
+    region: MemoryRegion, runtime: AclRuntime, standin: Standin, adjoining: int
+) -> None:
+    """With adjoining aliases the first and the last page look like one registration; the gap does not."""
+    standin.set("adjoining", adjoining)
+    reach = 3 * MIB if adjoining else 4 * MIB
+    ends = [register_as_another(runtime, region.address + at, reach) for at in (0, region.length - reach)]
+    with pytest.raises(DeviceFailed, match="507910"):
+        register_host(region, runtime, 0, PoolConfig())
+    assert [end() for end in ends] == [0, 0]
+
+
 def test_a_foreign_registration_is_not_used_where_its_alias_can_be_asked_for_at_its_start_only(
     region: MemoryRegion, runtime: AclRuntime, standin: Standin
 ) -> None:

@@ -61,6 +61,7 @@ def opening(name: str) -> Iterator[Opening]:
             if each.exception(10) is None:
                 each.result().close()
     assert descriptors() == before
+    assert "/memfd:tidal-pool" not in Path("/proc/self/maps").read_text()
 
 
 def descriptors() -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tidal_connector.errors import DeviceFailed
 from tidal_connector.memory.acl.addresses import HostAddress
-from tidal_connector.memory.acl.chunks import PAGE
+from tidal_connector.memory.acl.chunks import HUGE, PAGE
 from tidal_connector.memory.acl.codes import BAD_PARAMETER, NOT_SUPPORTED, REGISTERED
 from tidal_connector.memory.acl.runtime import MAPPED, PINNED, AclRuntime
 
@@ -105,11 +105,13 @@ def _map_by_one_call(runtime: AclRuntime, at: HostAddress, length: int) -> Mappe
 
 
 def _borrow(runtime: AclRuntime, at: HostAddress, length: int, refused: DeviceFailed) -> Mapped:
-    """Use the registration of another component, if its alias covers the chunk from its first page to its last."""
+    """Use the registration of another component, if its alias covers the chunk without a gap or a border."""
     try:
-        first, last = runtime.device_pointer(at), runtime.device_pointer(at.plus(length - PAGE))
+        first = runtime.device_pointer(at)
+        steps = (*range(HUGE, length, HUGE), length - PAGE)
+        whole = first and all(runtime.device_pointer(at.plus(step)) == first + step for step in steps)
     except DeviceFailed:
         raise refused from None
-    if not first or last - first != length - PAGE:
+    if not whole:
         raise refused
     return Mapped(first, "a registration of another component", ours=False)
