@@ -97,7 +97,8 @@ def map_files(sizes: tuple[int, ...], descriptors: list[int], prefault: bool) ->
     Args:
         sizes: bytes of each file.
         descriptors: the files, which stay open.
-        prefault: enter every page into this process's tables, too. The pages are there already.
+        prefault: enter every page into this process's tables, too. The pages are there already, and as nobody uses
+            them before all ranks have them, an old kernel's way of touching each does no harm.
 
     Raises:
         LayoutMismatch: a file is not of its size.
