@@ -23,7 +23,7 @@ from tidal_connector.cli.selftest.worker import Worker
 SIZES = ((1, 512), (1, 2048), (8, 2048), (24, 2048))
 """Lists and rows in each: a few misses, a whole selection, and batches of selections."""
 
-QUICK_SIZES = SIZES[:-1]
+QUICK_SIZES = SIZES[:2]
 
 NOPE, ROPE = 512, 64
 ROW_BYTES = 2 * (NOPE + ROPE)
