@@ -9,7 +9,7 @@ BIN := .venv/bin
 ARGS ?=
 TIMED = start=$$SECONDS; trap 'echo "make $@: $$((SECONDS - start)) s"' EXIT;
 
-.PHONY: help setup demo test unit contract-test lint format bench clean
+.PHONY: help setup demo test unit contract-test sim-test lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | while IFS=$$'\t' read -r name what; do printf '  make %-14s %s\n' "$$name" "$$what"; done
@@ -30,6 +30,9 @@ unit: setup ## only the tests that need no engine (minutes)
 contract-test: setup ## our code against the real sources of vllm-ascend and vLLM 0.23, which are downloaded once (minutes)
 	@$(BIN)/python -m tests.vllm_plugin.ascend.bed.sources
 	@$(BIN)/python -m pytest -m contract tests/vllm_plugin/ascend $(ARGS)
+
+sim-test: setup ## the AscendC kernels on simulated cores against their definitions, with planted faults and coverage (minutes)
+	@$(BIN)/python -m pytest tests/ops_ascendc $(ARGS)
 
 lint: setup ## formatting, style, types and spelling
 	@$(TIMED) $(BIN)/ruff check .; \

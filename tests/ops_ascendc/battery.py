@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.ops.selection_world import Sizes, World
+from tests.ops.selection_world import Mood, Sizes, World
 from tests.ops_ascendc import stops
-from tests.ops_ascendc.histories import exchanges, random_history, step
+from tests.ops_ascendc.histories import exchanges, play, random_history, step
 from tests.ops_ascendc.kernels import Kernels, Machine, RefusedByHost, Stopped
 from tests.ops_ascendc.misses import Lists, random_misses, run_misses
 from tests.ops_ascendc.tally import Tally
 
+BLOCKS = Sizes(requests=2, queries=3, topk=6, block=4, longest=96, selection_page=2)
 SIZES = (Sizes(topk=6, block=2), Sizes(topk=40))
 
 
@@ -57,6 +58,8 @@ def main(library: str, histories: str) -> int:
         random_misses(kernels, 7, 10, tally.line("misses"), lazy_dma=True, scalar_cache=True)
         exchanges(kernels, tally.line("exchanges"), 2)
         long_lists(kernels, tally)
+        # Rows of the earlier queries hold parts of blocks that are whole, and written for good, at the next call.
+        play(kernels, BLOCKS, 11, [Mood.GROW, Mood.REJECT, Mood.FEW, Mood.GROW] * 5, tally.line("blocks"), False)
         selection_histories(kernels, tally, int(histories))
     except (AssertionError, RefusedByHost, Stopped) as error:
         print(f"{type(error).__name__}: {error}".splitlines()[0])

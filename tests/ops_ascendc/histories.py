@@ -57,9 +57,9 @@ def step(kernels: Kernels, world: World, line: Line, judged: bool = False, **mor
     world.arguments = arguments
     assert np.array_equal(actual, defined), f"selection_kv_actual_seq: {actual} instead of {defined}"
     for name, array in arguments.items():
-        assert np.array_equal(array, before[name]), name
+        assert np.array_equal(array, before[name]), f"{name} differs"
     traffic, report = world.traffic, kernels.report
-    assert report.pool_bytes == traffic.fetched_bytes
+    assert report.pool_bytes == traffic.fetched_bytes, f"{report.pool_bytes} bytes read: {traffic.fetched_bytes} missed"
     assert report.scalar_read["full_kv_cache"] == report.scalar_read["full_k_rope"] == 0
     assert report.barriers == 1
     if judged:

@@ -76,7 +76,7 @@ def run_misses(kernels: Kernels, lists: Lists, seed: int, line: Line) -> int:
     expected, copied = _defined(given)
     kernels.gather_miss_rows(**given)
     for name, array in given.items():
-        assert np.array_equal(array, expected[name]), name
+        assert np.array_equal(array, expected[name]), f"{name} differs"
     row_bytes = (lists.kv_dim + (lists.rope_dim or 0)) * np.dtype(lists.dtype).itemsize
     assert kernels.report.pool_bytes == copied * row_bytes
     assert kernels.report.written["selection_kv_cache"] == copied * lists.kv_dim * np.dtype(lists.dtype).itemsize

@@ -49,8 +49,8 @@ def check_selection(kernels: Kernels, sizes: Sizes, wrong: Wrong) -> None:
     said = _said(lambda: kernels.gather_selection_kv_cache(**arguments, selection_topk_block_size=sizes.block))
     assert re.search(wrong.said, said), said
     for each, array in before.items():
-        assert np.array_equal(array, world.arguments[each]), each
-    assert (actual == GARBAGE).all()
+        assert np.array_equal(array, world.arguments[each]), f"{each} was written"
+    assert (actual == GARBAGE).all(), "selection_kv_actual_seq was written"
 
 
 def check_misses(kernels: Kernels, wrong: Wrong) -> None:
