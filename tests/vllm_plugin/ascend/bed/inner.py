@@ -35,6 +35,16 @@ class Outcomes:
             self._write(report.nodeid, "failed", report.longreprtext, 0.0)
 
 
+def join_groups() -> None:
+    """Join the process groups, before a test imports the worker's modules: they put a class for HCCL in their place."""
+    import torch
+
+    from tests.vllm_plugin.ascend.bed.world import BLOCK, Shape, engine
+
+    with engine(Shape(), ("own",), torch.float16, BLOCK, 1):
+        pass
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the file that the outcomes are written to."""
     parser.addoption("--bed-outcomes", type=Path, help="write one line of JSON for each outcome")
@@ -48,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     adapt_patch(is_global_patch=True)
     import vllm_ascend.ops  # noqa: F401  # its own modules import one another in a circle that ends well only from here
+
+    join_groups()
 
     path = config.getoption("--bed-outcomes")
     if path:

@@ -124,6 +124,7 @@ def _library(name: str) -> None:
 
 def _device_interface() -> dict[str, object]:
     return {
+        "memory": StandIn("torch_npu.npu.memory"),
         "Stream": streams.Stream,
         "Event": streams.Event,
         "ExternalEvent": streams.Event,

@@ -12,9 +12,11 @@ import ast
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from tests.vllm_plugin.ascend.bed.sources import ensure_sources
 from tidal_connector.vllm_plugin.ascend.patches import PATCHES, SEAMS
@@ -38,42 +40,98 @@ class Gone(Exception):
     """The tree has no such module, class or function."""
 
 
+@dataclass(frozen=True)
+class Module:
+    """A module of the tree, parsed."""
+
+    name: str
+    package: str
+    text: str
+    tree: ast.Module
+
+
 def read(roots: Sequence[Path], seam: Seam) -> Upstream:
-    """Read the function that a patch or seam is about.
+    """Read the function that a patch or seam is about; a method may stand in a base of its class.
 
     Raises:
         Gone: it is not where it was.
     """
-    path, text = _module(roots, seam.module)
-    tree = ast.parse(text, str(path))
-    scope = _class(tree, seam.owner, seam.module) if seam.owner else tree
-    function = _function(scope, seam.attribute, seam.owner or seam.module)
+    module = _module(roots, seam.module)
+    if seam.owner:
+        module, function = _method(roots, module, seam.owner, seam.attribute)
+    else:
+        function = _function(module.tree, seam.attribute) or _gone(f"{seam.module} defines no {seam.attribute}")
     kinds = [f"@{ast.unparse(mark)} " for mark in function.decorator_list]
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    return Upstream(f"{''.join(kinds)}({ast.unparse(function.args)}){returns}", _digest(function, text))
+    return Upstream(f"{''.join(kinds)}({ast.unparse(function.args)}){returns}", _digest(function, module.text))
 
 
-def _module(roots: Sequence[Path], name: str) -> tuple[Path, str]:
+def _gone(why: str) -> NoReturn:
+    raise Gone(why)
+
+
+def _module(roots: Sequence[Path], name: str) -> Module:
     inside = Path(*name.split("."))
     for root in roots:
-        for path in (root / inside.with_suffix(".py"), root / inside / "__init__.py"):
+        for path, package in (
+            (root / inside.with_suffix(".py"), name.rpartition(".")[0]),
+            (root / inside / "__init__.py", name),
+        ):
             if path.is_file():
-                return path, path.read_text()
-    raise Gone(f"there is no module {name}")
+                text = path.read_text()
+                return Module(name, package, text, _parsed(text))
+    _gone(f"there is no module {name}")
 
 
-def _class(scope: ast.Module, name: str, where: str) -> ast.ClassDef:
-    found = [node for node in scope.body if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(found) != 1:
-        raise Gone(f"{where} defines {len(found)} classes {name}")
-    return found[0]
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
-def _function(scope: ast.Module | ast.ClassDef, name: str, where: str) -> Function:
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield what a module does when it is imported, whatever it depends on."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+
+
+def _method(roots: Sequence[Path], module: Module, owner: str, name: str) -> tuple[Module, Function]:
+    """Find a method in a class or, first base first, in what the class is made of."""
+    where, scope = _class(roots, module, owner)
+    function = _function(scope, name)
+    if function is not None:
+        return where, function
+    for base in scope.bases:
+        try:
+            return _method(roots, where, ast.unparse(base).split("[", 1)[0], name)
+        except Gone:
+            continue
+    _gone(f"neither {owner} nor a base of it defines {name}")
+
+
+def _class(roots: Sequence[Path], module: Module, name: str) -> tuple[Module, ast.ClassDef]:
+    """Find a class in a module, or where the module imports it from."""
+    for node in _statements(module.tree.body):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _class(roots, _module(roots, _origin(module, node)), alias.name)
+    _gone(f"{module.name} has no class {name}")
+
+
+def _origin(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return str(node.module)
+    parts = module.package.split(".")
+    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def _function(scope: ast.Module | ast.ClassDef, name: str) -> Function | None:
     found = [node for node in scope.body if isinstance(node, Function) and node.name == name]
-    if len(found) != 1:
-        raise Gone(f"{where} defines {len(found)} functions {name}")
-    return found[0]
+    return found[-1] if found else None
 
 
 def _digest(function: Function, text: str) -> str:
