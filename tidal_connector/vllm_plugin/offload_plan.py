@@ -36,7 +36,7 @@ def resolve(vllm_config: VllmConfig) -> TidalConfig | None:
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return None
     config = settings(vllm_config)
-    if not config.offloads(transfer.kv_role):
+    if not config.offloads(str(transfer.kv_role)):
         return None
     if getattr(vllm_config.model_config.hf_config, "index_topk", None) is None:
         raise ConfigError(

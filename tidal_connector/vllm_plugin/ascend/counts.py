@@ -8,7 +8,7 @@ device is so far behind that all places are taken, a step is not counted. Forwar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +18,36 @@ from tidal_connector.metrics import Counters
 PLACES = 4
 """Steps whose counts may be on their way: more than vLLM runs ahead of the device."""
 
-NAMES = ("selection_hits", "selection_misses", "selection_evictions", "selection_invalid")
+NAMES = ("selection_hits", "selection_misses", "selection_evictions")
 
 
 class SelectionCounts:
     """Adds up what the selection cache counted.
 
     Args:
-        counts: int32 ``[groups, 4]`` on the device: hits, misses, evictions and invalid positions of the last step.
+        read: enqueues, and returns, int32 ``[groups, 3]`` on the device: hits, misses and evictions of the last pass.
         members: layers of each group.
         row_bytes: bytes of a latent row.
         counters: what is counted into.
+        device: where the counts are.
     """
 
-    def __init__(self, counts: torch.Tensor, members: Sequence[int], row_bytes: int, counters: Counters) -> None:
-        self._counts = counts
+    def __init__(
+        self,
+        read: Callable[[], torch.Tensor],
+        members: Sequence[int],
+        row_bytes: int,
+        counters: Counters,
+        device: torch.device,
+    ) -> None:
+        self._read = read
         self._members = torch.tensor(members)
         self._row_bytes = row_bytes
         self._counters = counters
-        on_cpu = counts.device.type == "cpu"
-        self._module: Any = None if on_cpu else torch.get_device_module(counts.device)
-        self._free = [torch.empty(counts.shape, dtype=counts.dtype, pin_memory=not on_cpu) for _ in range(PLACES)]
+        on_cpu = device.type == "cpu"
+        self._module: Any = None if on_cpu else torch.get_device_module(device)
+        shape = (len(members), len(NAMES))
+        self._free = [torch.empty(shape, dtype=torch.int32, pin_memory=not on_cpu) for _ in range(PLACES)]
         self._coming: deque[tuple[torch.Tensor, Any]] = deque()
         self._due = False
 
@@ -50,7 +59,7 @@ class SelectionCounts:
         """Send for the counts of the last pass, if it left any, and add up those that have come."""
         if self._due and self._free:
             place = self._free.pop()
-            place.copy_(self._counts, non_blocking=True)
+            place.copy_(self._read(), non_blocking=True)
             event = None if self._module is None else self._module.current_stream().record_event()
             self._coming.append((place, event))
         self._due = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from tidal_connector.log import get_logger
@@ -79,9 +80,9 @@ class TidalNpuModelRunner(NPUModelRunner):
             DeviceFailed: it cannot be registered with the NPU.
         """
         config = self._tidal_config()
-        caches = offload.split(layer_specs(kv_cache_config), self.draft_layers())
         specs = layer_specs(kv_cache_config)
-        scales = next(iter(specs.values())).c8_k_scale_cache_dtype
+        caches = offload.split(specs, self.draft_layers())
+        scales = next(s.c8_k_scale_cache_dtype for s in specs.values() if isinstance(s, AscendMLAAttentionSpec))
         self.hybrid_with_attn_and_mamba = False
         self.tidal_placement = allocate(
             caches,
@@ -108,7 +109,9 @@ class TidalNpuModelRunner(NPUModelRunner):
             share = Share(name, tensor_rank(ranks), ranks, fingerprint=" ".join(map(str, cuts)))
         return open_pool(length, config.pool, self.device, cuts, share, quarters(length))
 
-    def initialize_kv_cache_tensors(self, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    def initialize_kv_cache_tensors(  # type: ignore[override]  # NPUModelRunner's own differs from its base, too
+        self, kv_cache_config: KVCacheConfig
+    ) -> dict[str, Any]:
         """Allocate and bind the caches, make the selection cache, and tell the connector of the pool.
 
         vLLM registers the caches with the connector right after.
@@ -144,7 +147,7 @@ class TidalNpuModelRunner(NPUModelRunner):
         counters = connector.worker.counters
         row_bytes = sum(part.shape[-1] * part.element_size() for part in kv_caches[names[0]][:2])
         self._tidal_counts = SelectionCounts(
-            cache.counts, [len(group.members) for group in groups], row_bytes, counters
+            lambda: cache.counts, [len(group.members) for group in groups], row_bytes, counters, self.device
         )
         counters.set("selection_slots", memory.arena_rows)
         counters.set("selection_cache_bytes", memory.arena_bytes)
@@ -174,24 +177,27 @@ class TidalNpuModelRunner(NPUModelRunner):
         found: Callable[..., Any] | None = super()._update_states(scheduler_output)
         return found
 
-    def _build_attention_metadata(self, **given: Any) -> Any:
+    def _build_attention_metadata(self, *given: Any, **named: Any) -> Any:
         """Build the metadata of a pass as the stock runner does, and prepare the selection cache for it."""
-        built = super()._build_attention_metadata(**given)
+        built = super()._build_attention_metadata(*given, **named)
         if self.tidal_selection is not None:
-            self._arm(self.tidal_selection, **given)
+            self._arm(self.tidal_selection, *given, **named)
         return built
 
     def _arm(
         self,
         selection: EngineSelection,
-        *,
+        num_tokens: int,
         num_reqs: int,
         max_query_len: int,
+        num_tokens_padded: int | None = None,
         num_reqs_padded: int | None = None,
+        *_given: Any,
         num_scheduled_tokens: Any = None,
         num_scheduled_tokens_np: Any = None,
-        **_rest: Any,
+        **_named: Any,
     ) -> None:
+        del num_tokens, num_tokens_padded
         assert self._tidal_counts is not None
         self._tidal_counts.collect()
         padded = num_reqs_padded or num_reqs

@@ -29,6 +29,20 @@ CONFIGURATION = Patch(
     host=HOST,
 )
 
+FRONT_DOOR = Patch(
+    name="ascend-front-door",
+    why="vLLM hands a request with unusable transfer parameters to the engine, which could only fail it late.",
+    what="Refuses it in the front end with one clear line, which its client gets with HTTP 400.",
+    verify="tests/vllm_plugin/ascend: parameters of the wrong form, with and without our connector.",
+    module="vllm_ascend.platform",
+    owner="NPUPlatform",
+    attribute="validate_request",
+    parameters=("cls", "processed_inputs", "params"),
+    replacement=platform.admitting,
+    wraps=True,
+    host=HOST,
+)
+
 BACKEND = Patch(
     name="ascend-attention-backend",
     why="vllm-ascend picks attention backends from a fixed table and has no hook for another one.",
@@ -44,7 +58,7 @@ BACKEND = Patch(
     host=HOST,
 )
 
-PATCHES = (CONFIGURATION, BACKEND)
+PATCHES = (CONFIGURATION, FRONT_DOOR, BACKEND)
 
 _RUNNER = "vllm_ascend.worker.model_runner_v1"
 _WORKER = "vllm_ascend.worker.worker"
@@ -74,6 +88,15 @@ SEAMS = (
         "self",
         "vLLM divides what it returns into blocks that hold latents.",
         "Divides the device's budget without latents, and returns the size of so many whole blocks.",
+    ),
+    _seam(
+        "runner-start",
+        _RUNNER,
+        "NPUModelRunner",
+        "__init__",
+        "self vllm_config device",
+        "The runner has to know that it has no caches yet.",
+        "Calls it, then adds our own fields.",
     ),
     _seam(
         "runner-allocation",
@@ -129,6 +152,42 @@ SEAMS = (
         "use_spec_decode for_cudagraph_capture num_scheduled_tokens num_scheduled_tokens_np cascade_attn_prefix_lens",
         "It is the last that runs before a forward pass or the replay of a graph, with the padded size of the batch.",
         "Seats the requests of the pass after the stock function has run.",
+    ),
+    _seam(
+        "runner-specs",
+        _RUNNER,
+        "NPUModelRunner",
+        "get_kv_cache_spec",
+        "self",
+        "What it says of a layer is what we divide into pool and device.",
+        "Reads its result; nothing else.",
+    ),
+    _seam(
+        "runner-shapes",
+        _RUNNER,
+        "NPUModelRunner",
+        "_reshape_kv_cache_tensors",
+        "self kv_cache_config kv_cache_raw_tensors",
+        "It makes a layer's tuple out of raw tensors, and takes them in the order in which we hand them out.",
+        "Lets it work on parts of the pool.",
+    ),
+    _seam(
+        "attention-class",
+        _SFA,
+        "AscendSFABackend",
+        "get_impl_cls",
+        "",
+        "vLLM asks the backend for the class of a layer's attention.",
+        "Our backend names ours; the stock choices for context parallelism are refused before.",
+    ),
+    _seam(
+        "attention-order",
+        _SFA,
+        "AscendSFAImpl",
+        "forward",
+        "self layer_name hidden_states kv_cache attn_metadata need_gather_q_kv output",
+        "A step's own rows have to be in the pool, and the selection made, before attention runs, which is last.",
+        "Nothing: it is the stock function that calls what we override, in that order.",
     ),
     _seam(
         "attention",
@@ -208,6 +267,7 @@ def apply_everywhere() -> None:
     Raises:
         HostChanged: the host is not what the patch was written for.
     """
+    FRONT_DOOR.apply()
     CONFIGURATION.apply()
 
 

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tidal_connector.errors import ConfigError
+from tidal_connector.vllm_plugin import front_door
 from tidal_connector.vllm_plugin.ascend import host
 from tidal_connector.vllm_plugin.offload_plan import adopt_switch, resolve
+from tidal_connector.vllm_plugin.plugins import CONNECTOR
+from tidal_connector.vllm_plugin.translate import engine_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +27,8 @@ STOCK_WORKER = "vllm_ascend.worker.worker.NPUWorker"
 WORKER = f"{_FOLDER}.worker.TidalNpuWorker"
 STOCK_BACKEND = "vllm_ascend.attention.sfa_v1.AscendSFABackend"
 BACKEND = f"{_FOLDER}.backend.TidalSFABackend"
+
+_FACTS = "tidal_facts"  # vLLM asks the class, not an object, about each request
 
 BLOCK_SIZE = 128
 """Tokens of a block: vllm-ascend's kernels know no other, and the host pool's pages are blocks."""
@@ -35,24 +40,39 @@ TOP_K = 2048
 def configuring(stock: Callable[[type, VllmConfig], None]) -> Callable[[type, VllmConfig], None]:
     """Make ``NPUPlatform.check_and_update_config`` out of the stock one: with offload, our worker is chosen.
 
-    Without offload the result does what the stock function does, and nothing else.
+    Without offload the stock rules apply, and with our connector the front end learns what requests it can serve.
     """
 
     @functools.wraps(stock)
     def check_and_update_config(cls: type, vllm_config: VllmConfig) -> None:
         adopt_switch(vllm_config)
-        if vllm_config.model_config is None or resolve(vllm_config) is None:
-            stock(cls, vllm_config)
-            return
-        from tidal_connector.vllm_plugin.ascend import patches
-
-        host.check_versions()
-        patches.check()
+        offloads = vllm_config.model_config is not None and resolve(vllm_config) is not None
+        if offloads:
+            host.check_versions()
         stock(cls, vllm_config)
-        refuse(vllm_config)
-        vllm_config.parallel_config.worker_cls = WORKER
+        if offloads:
+            refuse(vllm_config)
+            vllm_config.parallel_config.worker_cls = WORKER
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == CONNECTOR:
+            setattr(cls, _FACTS, engine_facts(vllm_config))
 
     return check_and_update_config
+
+
+def admitting(stock: Callable[[type, Any, Any], None]) -> Callable[[type, Any, Any], None]:
+    """Make ``NPUPlatform.validate_request`` out of the stock one: a request whose ``kv_transfer_params`` this engine
+    cannot use is refused with HTTP 400. Engines without our connector are left alone.
+    """
+
+    @functools.wraps(stock)
+    def validate_request(cls: type, processed_inputs: Any, params: Any) -> None:
+        stock(cls, processed_inputs, params)
+        facts = vars(cls).get(_FACTS)
+        if facts is not None:
+            front_door.check_request(facts, params)
+
+    return validate_request
 
 
 def choosing_backend(stock: Callable[..., str]) -> Callable[..., str]:
@@ -81,8 +101,8 @@ def refuse(vllm_config: VllmConfig) -> None:
         ConfigError: the first that was found, and what to set instead.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    top_k, additional = int(model.hf_config.index_topk), vllm_config.additional_config or {}
-    worker = parallel.worker_cls
+    top_k, given, worker = int(model.hf_config.index_topk), vllm_config.additional_config, parallel.worker_cls
+    additional = given if isinstance(given, dict) else {}
     if worker not in (STOCK_WORKER, WORKER):
         raise ConfigError(
             f"worker_cls = {worker}: offload has a worker of its own, made out of {STOCK_WORKER}; drop it"

@@ -96,6 +96,4 @@ def _aliases(alias: Callable[[int, int], DeviceAlias], device: torch.device) -> 
 
 def _number(device: torch.device) -> int:
     """Return the device's number in this process; vllm-ascend sets the current one before it builds a worker."""
-    if device.index is not None:
-        return device.index
     return int(torch.get_device_module(device).current_device())

@@ -7,6 +7,8 @@ from its main thread.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm_ascend.worker import worker as stock
 from vllm_ascend.worker.worker import NPUWorker
@@ -46,6 +48,7 @@ class TidalNpuWorker(NPUWorker):
         patches.apply_in_worker()
         with replaced(stock, "NPUModelRunner", TidalNpuModelRunner, HOST):
             super().init_device()
+        assert self.device is not None
         if self.device.type != "cpu":
             load_operators()  # a missing operator package shows here, and not at the first decode step
 
@@ -60,7 +63,8 @@ class TidalNpuWorker(NPUWorker):
             ConfigError: not even one block fits, or the selection cache does not.
         """
         device_bytes = super().determine_available_memory()
-        config, runner = resolve(self.vllm_config), self.model_runner
+        config = resolve(self.vllm_config)
+        runner: Any = self.model_runner
         assert config is not None
         assert isinstance(runner, TidalNpuModelRunner)
         # Ranks that divided different budgets would give requests seats of different sizes.

@@ -53,7 +53,7 @@ def test_layers_come_in_the_model_s_order_whatever_the_order_of_their_specs() ->
     ("found", "words"),
     [
         (specs(V32, sfa_dcp_replicated_indexer_size=2), "a page takes"),
-        ({self_attention(0): FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.half)}, "not F"),
+        ({"layers.0": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.half)}, "not Full"),
         (specs(("shared", "shared")), "0 with index keys"),
         ({**specs(("own",)), self_attention(1): AscendMLAAttentionSpec(
             block_size=64, num_kv_heads=1, head_size=704, sparse_head_dim=(512, 64, 128), dtype=torch.bfloat16)},
