@@ -70,6 +70,10 @@ class Declines:
         if session in peer_of:
             self.up(session, peer_of[session], now)
 
+    def owe(self, transfer: TransferId, session: SessionKey, reason: str, now: float) -> None:
+        """Tell one rank, once its session is up."""
+        self._waiting.setdefault((transfer, session), Declined(reason, now, now + self._patience_s))
+
     def up(self, key: SessionKey, peer: Peer, now: float) -> None:
         """A rank answered: tell it now, and the others if it is rank 0 of several."""
         for (transfer, session), declined in list(self._waiting.items()):
@@ -82,7 +86,7 @@ class Declines:
                 except TidalError as error:
                     logger.warning("transfer %s: a rank cannot be told that it was declined: %s", transfer, error)
                     continue
-                self._waiting.setdefault((transfer, other), Declined(declined.reason, now, declined.until))
+                self.owe(transfer, other, declined.reason, now)
 
     def lost(self, key: SessionKey) -> None:
         """A rank is gone: its pages are freed by its lease on us, or by its own timers."""

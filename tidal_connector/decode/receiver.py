@@ -346,6 +346,9 @@ class Receiver(Party[ReceiveOutcome]):
     def _withdraw_all(self, record: Record, reason: str, now: float) -> None:
         record.failure = record.failure or reason
         for leg in record.legs:
+            if leg.receive.phase is Phase.CALLING and len(record.legs) > 1:
+                # It was never asked, while other ranks of its engine were: it holds the pages until it hears of it.
+                self._declines.owe(record.reserve.transfer, leg.session, reason, now)
             self._step(record, leg, machine.Withdrawn(reason), now)
 
     # --- control thread: machines
