@@ -22,6 +22,7 @@ from tests.standins.ascendcl import Standin
 from tests.standins.build import ascendcl
 from tidal_connector.cli.main import app
 from tidal_connector.cli.selftest import command, operators, run
+from tidal_connector.cli.selftest.npu import engine_needs
 from tidal_connector.cli.selftest.report import AnswerCase
 from tidal_connector.cli.selftest.run import SelfTestOptions, run_selftest
 from tidal_connector.errors import TidalError
@@ -104,7 +105,7 @@ class BeyondThePool(SimulatedDevice):
 
 
 class Hangs(SimulatedDevice):
-    """A call never comes back."""
+    """A call does not come back before the test is over."""
 
     ever = threading.Event()
 
@@ -158,6 +159,7 @@ def test_a_device_that_hangs_is_given_up_and_not_asked_again(
     from rich.console import Console
 
     monkeypatch.setattr(operators, "CALL_S", 0.2)
+    monkeypatch.setattr(Hangs, "ever", threading.Event())
     found = run_selftest(SelfTestOptions(quick=True, pool="16MiB"), lambda: make(Hangs), Console(quiet=True))
     errors = [part.error for part in found.parts]
     Hangs.ever.set()
@@ -166,21 +168,35 @@ def test_a_device_that_hangs_is_given_up_and_not_asked_again(
     assert all("not tried" in error for error in errors[1:])
 
 
+def test_the_process_is_left_without_waiting_for_a_device_that_hangs(
+    tidal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(operators, "CALL_S", 0.2)
+    monkeypatch.setattr(Hangs, "ever", threading.Event())
+    monkeypatch.setattr(command, "_leave", left.append)
+    tidal("--only", "operators", "--json", str(tmp_path / "found.json"), kind=Hangs)
+    Hangs.ever.set()
+    assert left == [1]
+    assert json.loads((tmp_path / "found.json").read_text())["stuck"] is True
+
+
 def test_answers_that_differ_too_much_are_a_fault(tidal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers(*_: Any) -> list[AnswerCase]:
-        return [AnswerCase(17, 1, True, 0.001), AnswerCase(300, 4, False, 0.5)]
+    def answers(*_: Any) -> tuple[list[AnswerCase], int]:
+        return [AnswerCase(17, 1, True, 0.001), AnswerCase(300, 4, False, 0.5)], 0
 
     monkeypatch.setattr(run, "compare_answers", answers)
     done = tidal("--only", "answers")
     assert done.exit_code == 1
     assert "1 of 2 answers differ" in done.output
     assert "logprobs differ by up to 0.5, more than 0.02" in done.output
+    assert "fetched no row from it, so the comparison proves nothing" in done.output
 
 
 def test_an_engine_that_does_not_start_ends_that_part_alone(
     tidal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answers(*_: Any) -> list[AnswerCase]:
+    def answers(*_: Any) -> tuple[list[AnswerCase], int]:
         raise TidalError("latents-in-the-pool ended before it served")
 
     monkeypatch.setattr(run, "compare_answers", answers)
@@ -225,6 +241,7 @@ def test_an_engine_with_the_pool_answers_as_one_without(tidal: Callable[..., Any
     found = json.loads((tmp_path / "found.json").read_text())
     assert [(case["length"], case["at_once"]) for case in found["answers"]] == [(17, 1), (300, 1), (17, 4), (300, 4)]
     assert all(case["tokens_equal"] for case in found["answers"])
+    assert found["rows_fetched"] > 10_000
     assert max(case["logprob_diff"] for case in found["answers"]) < found["logprob_bound"] == 0.02
 
 
@@ -233,3 +250,13 @@ def test_numpy_is_as_wide_as_the_elements() -> None:
 
     widths = {"bfloat16": 2, "float16": 2, "int8": 1}
     assert all(np.dtype(case.element).itemsize == widths[case.dtype] for case in (*selection_cases(), *miss_cases()))
+
+
+@pytest.mark.parametrize(
+    ("index", "visible", "wanted"), [(0, None, "0"), (3, None, "3"), (0, "4,5", "4"), (1, "4, 5", "5"), (0, "", "0")]
+)
+def test_engines_run_on_the_npu_that_is_tested(index: int, visible: str | None, wanted: str) -> None:
+    environment = {} if visible is None else {"ASCEND_RT_VISIBLE_DEVICES": visible}
+    needs = engine_needs(index, environment)
+    assert needs.environment == {"ASCEND_RT_VISIBLE_DEVICES": wanted}
+    assert (needs.dtype, needs.block_size, needs.topk) == ("bfloat16", 128, 2048)

@@ -75,7 +75,7 @@ def measure_bandwidth(
         for lists, rows in sizes:
             tell(f"{lists} x {rows} rows")
             work = _Work(device, pool, tables, lists, rows, pages, seed)
-            yield worker.run(f"{lists} x {rows} rows", _ROUNDS_S, lambda work=work: work.measure(rounds))  # type: ignore[misc]
+            yield worker.run(f"{lists} x {rows} rows", _ROUNDS_S, lambda work=work: work.measure(rounds))
 
 
 def _close(worker: Worker, opened: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -42,7 +42,7 @@ def npu(
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer calls, rounds and prompts.")] = False,
     json_file: JsonFile = None,
-    keep_logs: Annotated[Path | None, typer.Option(help="Keep checkpoint and engines' logs in this folder.")] = None,
+    keep_logs: Annotated[Path | None, typer.Option(help="Write the engines' logs here and keep them.")] = None,
 ) -> None:
     """Both operators against their definition, the gather from the host pool, and an engine with the pool beside one
     without.
@@ -85,7 +85,7 @@ def _open(index: int) -> TestDevice:
     return open_npu(index)
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End the process without waiting for the device's thread, which a call that never returns holds."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,30 @@ import torch
 
 from tidal_connector.cli.selftest.device import Array, EngineNeeds, Pool
 from tidal_connector.cli.selftest.torch_device import TorchDevice
-from tidal_connector.config import PoolConfig
+from tidal_connector.config import PoolConfig, child_environment
 from tidal_connector.errors import DeviceMissing
 from tidal_connector.memory.acl import AclRuntime, DevicePool, open_device_pool
 from tidal_connector.ops.npu.alias import alias_tensor
 from tidal_connector.ops.npu.library import load_operators
 
-_ENGINE = EngineNeeds(
-    dtype="bfloat16",
-    block_size=128,  # the only one of vllm-ascend's sparse attention
-    topk=2048,  # which its indexer always selects
-    vllm_args=("--gpu-memory-utilization", "0.6"),
-)
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def engine_needs(index: int, environment: Mapping[str, str]) -> EngineNeeds:
+    """Return what an engine wants that is to run on the same NPU as this process.
+
+    Args:
+        index: of the NPU, among those that this process sees.
+        environment: of this process.
+    """
+    visible = [part.strip() for part in environment.get(_VISIBLE, "").split(",") if part.strip()]
+    return EngineNeeds(
+        dtype="bfloat16",
+        block_size=128,  # the only one of vllm-ascend's sparse attention
+        topk=2048,  # which its indexer always selects
+        vllm_args=("--gpu-memory-utilization", "0.6"),
+        environment={_VISIBLE: visible[index] if index < len(visible) else str(index)},
+    )
 
 
 def open_npu(index: int) -> NpuDevice:
@@ -63,7 +75,8 @@ class NpuDevice(TorchDevice):
     """One NPU."""
 
     def __init__(self, index: int, module: Any, runtime: AclRuntime) -> None:
-        super().__init__(torch.device("npu", index), f"NPU {index}, {module.get_device_name(index)}", _ENGINE)
+        name = f"NPU {index}, {module.get_device_name(index)}"
+        super().__init__(torch.device("npu", index), name, engine_needs(index, child_environment()))
         self._module, self._runtime = module, runtime
 
     def finish(self) -> None:

@@ -64,7 +64,7 @@ def _selection(device: TestDevice, worker: Worker, case: Case, seed: int) -> Ope
         session.step()
         given = {name: array.copy() for name, array in session.arguments.items()}
         what = f"{case.name}, call {calls + 1}"
-        found = worker.run(what, CALL_S, lambda given=given: _call(device, case, given))  # type: ignore[misc]
+        found = worker.run(what, CALL_S, lambda given=given: _call(device, case, given))
         actual = gather_selection_kv_cache(**session.arguments, selection_topk_block_size=case.block, traffic=traffic)
         wrong = _first_difference({**session.arguments, "selection_kv_actual_seq": actual}, found)
         calls += 1

@@ -93,6 +93,7 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
         pool: which pages, and how they were registered; empty where no pool was opened.
         parts: that were asked for.
         operators, bandwidth, answers: the figures.
+        rows_fetched: from the pool, by the engine that has one.
         logprob_bound: of the answers.
         seed: of everything random.
         stuck: the device did not come back from a call, so that the process has to be left without it.
@@ -106,6 +107,7 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     operators: tuple[OperatorCase, ...] = ()
     bandwidth: tuple[BandwidthCase, ...] = ()
     answers: tuple[AnswerCase, ...] = ()
+    rows_fetched: int = 0
     logprob_bound: float = 0.0
     seed: int = 0
     stuck: bool = False
@@ -172,3 +174,4 @@ def _show_answers(found: SelfTest, console: Console) -> None:
         verdict = "[green]equal[/]" if case.tokens_equal else "different"
         table.add_row(f"{case.length:,}", str(case.at_once), verdict, f"{case.logprob_diff:.2g}")
     console.print(table)
+    console.print(f"{found.rows_fetched:,} rows were fetched from the pool", highlight=False)

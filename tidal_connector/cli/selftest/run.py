@@ -98,6 +98,7 @@ class _Run:
         self._operators: list[OperatorCase] = []
         self._bandwidth: list[BandwidthCase] = []
         self._answers: list[AnswerCase] = []
+        self._fetched = 0
 
     def result(self) -> SelfTest:
         began = time.monotonic()
@@ -111,6 +112,7 @@ class _Run:
             operators=tuple(self._operators),
             bandwidth=tuple(self._bandwidth),
             answers=tuple(self._answers),
+            rows_fetched=self._fetched,
             logprob_bound=logprob_bound(self._device.engine.dtype),
             seed=self._options.seed,
             stuck=self._worker.stuck,
@@ -155,15 +157,19 @@ class _Run:
             raise Stuck("not tried: an earlier call has not come back")
         needs, options = self._device.engine, self._options
         with tempfile.TemporaryDirectory(prefix="tidal-selftest-") as folder:
-            self._answers += compare_answers(
+            cases, self._fetched = compare_answers(
                 needs,
-                options.keep_logs or Path(folder),
+                Path(folder),
+                options.keep_logs or Path(folder) / "logs",
                 self._sizes["engine-pool"],
                 options.seed,
                 options.quick,
                 self._tell,
             )
+        self._answers += cases
         bound, faults = logprob_bound(needs.dtype), []
+        if not self._fetched:
+            faults.append("the engine with the pool fetched no row from it, so the comparison proves nothing")
         different = sum(not case.tokens_equal for case in self._answers)
         furthest = max(case.logprob_diff for case in self._answers)
         if different and tolerance_of(needs.dtype).equal_tokens:
