@@ -180,9 +180,7 @@ def test_no_more_regions_than_one_process_may_register() -> None:
     regions.add(POOL, 300 * GIB, Home.HOST)
     for number in range(255):
         regions.add(CACHE + number * GIB, GIB, Home.DEVICE)
-    with pytest.raises(
-        TransferFailed, match=r"257 regions \(1 of host memory, 256 of NPU 0\): HCCL registers 256"
-    ):
+    with pytest.raises(TransferFailed, match=r"257 regions \(1 of host memory, 256 of NPU 0\): HCCL registers 256"):
         regions.add(1, 1, Home.DEVICE)
 
 
