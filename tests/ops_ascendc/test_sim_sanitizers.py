@@ -44,7 +44,7 @@ WATCHERS = [
 def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sanitizer, Path]:
     """A sanitizer and the program that was built with it."""
     sanitizer: Sanitizer = request.param
-    flags = (f"-fsanitize={sanitizer.kinds}", "-fno-sanitize-recover=all", "-O1", "-g1")
+    flags = (f"-fsanitize={sanitizer.kinds}", "-fno-sanitize-recover=all", "-O0", "-g1")
     return sanitizer, sim_program.build(tmp_path_factory.mktemp("watched"), *flags)
 
 

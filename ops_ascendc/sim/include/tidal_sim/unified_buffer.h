@@ -98,10 +98,10 @@ class UnifiedBuffer {
   void check_written(const Caller& who, const LocalPlace& place, std::uint32_t extra,
                      std::uint32_t length) const {
     const std::uint32_t first = place.buffer->offset + place.offset + extra;
-    for (std::uint32_t i = first; i < first + length; ++i)
-      if (written_[i] == 0)
-        refuse(who, "UB buffer '", place.buffer->name, "' offset ", i - place.buffer->offset,
-               ": nobody has written this byte");
+    const auto* hole = static_cast<const std::uint8_t*>(std::memchr(&written_[first], 0, length));
+    if (hole != nullptr)
+      refuse(who, "UB buffer '", place.buffer->name, "' offset ", hole - &written_[place.buffer->offset],
+             ": nobody has written this byte");
   }
 
   void set_written(std::uint32_t first, std::uint32_t length, bool written) {
