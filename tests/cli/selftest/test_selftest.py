@@ -241,7 +241,7 @@ def test_an_engine_with_the_pool_answers_as_one_without(tidal: Callable[..., Any
     found = json.loads((tmp_path / "found.json").read_text())
     assert [(case["length"], case["at_once"]) for case in found["answers"]] == [(17, 1), (300, 1), (17, 4), (300, 4)]
     assert all(case["tokens_equal"] for case in found["answers"])
-    assert found["rows_fetched"] > 10_000
+    assert found["rows_fetched"] > 1000
     assert max(case["logprob_diff"] for case in found["answers"]) < found["logprob_bound"] == 0.02
 
 
