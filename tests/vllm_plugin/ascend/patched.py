@@ -109,10 +109,10 @@ def self_attention(layer: int) -> str:
 
 
 @contextmanager
-def patched_bed(case: Case, slots: int = 2176) -> Iterator[PatchedBed]:
-    """Open a bed with our attention."""
+def patched_bed(case: Case, slots: int = 2176, **settings: Any) -> Iterator[PatchedBed]:
+    """Open a bed with our attention; further settings go to its engine."""
     requests = len(case.contexts) + case.padding
-    with engine(case.shape, case.layers, case.dtype, case.longest, requests) as config:
+    with engine(case.shape, case.layers, case.dtype, case.longest, requests, **settings) as config:
         yield PatchedBed(case, config, slots)
 
 

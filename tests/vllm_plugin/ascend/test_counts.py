@@ -37,26 +37,30 @@ class Slow:
 
 def test_what_a_pass_left_is_added_at_the_next_one_and_rows_count_for_each_layer_of_a_group() -> None:
     left, counters = torch.zeros(2, 3, dtype=torch.int32), Counters()
-    counts = SelectionCounts(lambda: left, [4, 1], 1152, counters, torch.device("cpu"))
+    counts = SelectionCounts(lambda: left, [4, 1], 1152, 128, counters, torch.device("cpu"))
     counts.collect()
     left[:] = torch.tensor([[10, 3, 1], [20, 2, 0]])
     assert counters.snapshot()["selection_hits"] == 0  # nobody announced a pass
-    counts.expect()
+    counts.expect(True, 3, 40)
     counts.collect()
     counts.collect()  # a pass that was not served leaves nothing to count
     found = counters.snapshot()
     assert (found["selection_hits"], found["selection_misses"], found["selection_evictions"]) == (30, 5, 1)
     assert found["rows_gathered"] == 3 * 4 + 2
     assert found["bytes_gathered"] == 14 * 1152
+    assert (found["selection_slots_used"], found["pool_pages_used"]) == (3 * 128, 40)
+    counts.expect(False, 0, 0)
+    counts.collect()
+    assert counters.snapshot()["selection_hits"] == 30
 
 
 def test_a_slow_device_holds_up_nobody_and_its_counts_come_in_order() -> None:
     left, counters, slow = torch.zeros(1, 3, dtype=torch.int32), Counters(), Slow()
-    counts = SelectionCounts(lambda: left, [1], 1152, counters, torch.device("cpu"))
+    counts = SelectionCounts(lambda: left, [1], 1152, 128, counters, torch.device("cpu"))
     counts._module = slow
     for step in range(PLACES + 2):  # the last two find no place
         left[:] = 10**step
-        counts.expect()
+        counts.expect(True, 3, 40)
         counts.collect()
     assert len(slow.events) == PLACES
     assert counters.snapshot()["selection_hits"] == 0

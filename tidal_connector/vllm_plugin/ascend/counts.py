@@ -28,6 +28,7 @@ class SelectionCounts:
         read: enqueues, and returns, int32 ``[groups, 3]`` on the device: hits, misses and evictions of the last pass.
         members: layers of each group.
         row_bytes: bytes of a latent row.
+        slots: of a seat.
         counters: what is counted into.
         device: where the counts are.
     """
@@ -37,12 +38,14 @@ class SelectionCounts:
         read: Callable[[], torch.Tensor],
         members: Sequence[int],
         row_bytes: int,
+        slots: int,
         counters: Counters,
         device: torch.device,
     ) -> None:
         self._read = read
         self._members = torch.tensor(members)
         self._row_bytes = row_bytes
+        self._slots = slots
         self._counters = counters
         on_cpu = device.type == "cpu"
         self._module: Any = None if on_cpu else torch.get_device_module(device)
@@ -51,9 +54,17 @@ class SelectionCounts:
         self._coming: deque[tuple[torch.Tensor, Any]] = deque()
         self._due = False
 
-    def expect(self) -> None:
-        """Note that the pass that is about to run will leave counts."""
-        self._due = True
+    def expect(self, seated: bool, seats: int, pages: int) -> None:
+        """Note what pass is about to run.
+
+        Args:
+            seated: it is served from the cache, and so will leave counts.
+            seats: how many requests have one.
+            pages: of the pool, that the requests of the pass hold.
+        """
+        self._due = seated
+        self._counters.set("selection_slots_used", seats * self._slots)
+        self._counters.set("pool_pages_used", pages)
 
     def collect(self) -> None:
         """Send for the counts of the last pass, if it left any, and add up those that have come."""

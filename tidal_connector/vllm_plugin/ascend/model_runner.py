@@ -106,7 +106,7 @@ class TidalNpuModelRunner(NPUModelRunner):
         if ranks > 1:
             # All ranks of an engine got one configuration, made at its start.
             name = f"{self.vllm_config.instance_id}-{parallel.data_parallel_rank}"
-            share = Share(name, tensor_rank(ranks), ranks, fingerprint=" ".join(map(str, cuts)))
+            share = Share(name, tensor_rank(ranks), ranks, f"{len(cuts)} parts, the last at {max(cuts)}")
         return open_pool(length, config.pool, self.device, cuts, share, quarters(length))
 
     def initialize_kv_cache_tensors(  # type: ignore[override]  # NPUModelRunner's own differs from its base, too
@@ -146,8 +146,9 @@ class TidalNpuModelRunner(NPUModelRunner):
             impl.attach(selection.layer(at))
         counters = connector.worker.counters
         row_bytes = sum(part.shape[-1] * part.element_size() for part in kv_caches[names[0]][:2])
+        members = [len(group.members) for group in groups]
         self._tidal_counts = SelectionCounts(
-            lambda: cache.counts, [len(group.members) for group in groups], row_bytes, counters, self.device
+            lambda: cache.counts, members, row_bytes, memory.base_rows, counters, self.device
         )
         counters.set("selection_slots", memory.arena_rows)
         counters.set("selection_cache_bytes", memory.arena_bytes)
@@ -199,8 +200,8 @@ class TidalNpuModelRunner(NPUModelRunner):
     ) -> None:
         del num_tokens, num_tokens_padded
         assert self._tidal_counts is not None
-        self._tidal_counts.collect()
-        padded = num_reqs_padded or num_reqs
+        counts, padded = self._tidal_counts, num_reqs_padded or num_reqs
+        counts.collect()
         if num_scheduled_tokens is None:  # only a dummy run has none by request
             selection.idle(padded, max_query_len)
             return
@@ -211,5 +212,5 @@ class TidalNpuModelRunner(NPUModelRunner):
             batch.num_computed_tokens_cpu[:num_reqs].tolist(),
             padded,
         )
-        if selection.seated:
-            self._tidal_counts.expect()
+        pages = int(batch.block_table[0].num_blocks_per_row[:num_reqs].sum())
+        counts.expect(selection.seated, selection.requests, pages)

@@ -28,6 +28,7 @@ WORKER = f"{_FOLDER}.worker.TidalNpuWorker"
 STOCK_BACKEND = "vllm_ascend.attention.sfa_v1.AscendSFABackend"
 BACKEND = f"{_FOLDER}.backend.TidalSFABackend"
 
+_RENAMED = "_engine_id_patched"
 _FACTS = "tidal_facts"  # vLLM asks the class, not an object, about each request
 
 BLOCK_SIZE = 128
@@ -40,21 +41,30 @@ TOP_K = 2048
 def configuring(stock: Callable[[type, VllmConfig], None]) -> Callable[[type, VllmConfig], None]:
     """Make ``NPUPlatform.check_and_update_config`` out of the stock one: with offload, our worker is chosen.
 
-    Without offload the stock rules apply, and with our connector the front end learns what requests it can serve.
+    With our connector, offload or not, the engine also keeps the id that its operator gave it, and the front end learns
+    which requests it can serve. Without our connector the stock rules apply, and nothing else.
     """
 
     @functools.wraps(stock)
     def check_and_update_config(cls: type, vllm_config: VllmConfig) -> None:
+        if vllm_config.parallel_config.worker_cls == WORKER:
+            # A copy of a configuration that was decided on, such as a draft model's: its model may select nothing.
+            stock(cls, vllm_config)
+            return
         adopt_switch(vllm_config)
-        offloads = vllm_config.model_config is not None and resolve(vllm_config) is not None
+        transfer = vllm_config.kv_transfer_config
+        ours = transfer is not None and transfer.kv_connector == CONNECTOR
+        offloads = ours and vllm_config.model_config is not None and resolve(vllm_config) is not None
         if offloads:
             host.check_versions()
+        if ours:
+            # The stock rules append a random suffix once, and note so here: nobody could name the engine any more.
+            setattr(transfer, _RENAMED, True)
         stock(cls, vllm_config)
         if offloads:
             refuse(vllm_config)
             vllm_config.parallel_config.worker_cls = WORKER
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.kv_connector == CONNECTOR:
+        if ours:
             setattr(cls, _FACTS, engine_facts(vllm_config))
 
     return check_and_update_config
@@ -103,7 +113,7 @@ def refuse(vllm_config: VllmConfig) -> None:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     top_k, given, worker = int(model.hf_config.index_topk), vllm_config.additional_config, parallel.worker_cls
     additional = given if isinstance(given, dict) else {}
-    if worker not in (STOCK_WORKER, WORKER):
+    if worker != STOCK_WORKER:
         raise ConfigError(
             f"worker_cls = {worker}: offload has a worker of its own, made out of {STOCK_WORKER}; drop it"
         )

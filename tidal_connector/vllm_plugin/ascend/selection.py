@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from tidal_connector.selection.device import ArenaView
+    from tidal_connector.selection.device_seats import DeviceSeats
 
 
 class Cache(Protocol):
     """What is asked of ``selection.device.DeviceSelection``."""
+
+    seats: DeviceSeats
 
     def begin(
         self, requests: Sequence[str], queries: Sequence[int], *, padded_requests: int, most_queries: int
@@ -57,6 +60,11 @@ class EngineSelection:
         self.cache = cache
         self.seated = False
         self._most = most_queries
+
+    @property
+    def requests(self) -> int:
+        """Requests that have seats."""
+        return len(self.cache.seats.seated())
 
     def layer(self, at: int) -> LayerSelection:
         """Return what an attention layer needs, by its place among the latent caches in the pool."""

@@ -98,6 +98,30 @@ def test_what_offload_cannot_work_with_is_refused(config: Any, words: str) -> No
         configure(config)
 
 
+def test_the_configuration_of_a_draft_model_is_left_to_the_stock_rules() -> None:
+    config = engine(worker=platform.WORKER)
+    del config.model_config.hf_config.index_topk
+    assert configure(config) == [config]
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer"])
+def test_an_engine_keeps_the_id_that_peers_know_it_by(role: str) -> None:
+    """What the stock rules do to it, done by their own lines."""
+    source = inspect.getsource(STOCK["check_and_update_config"].__func__)
+    marker = 'if not getattr(vllm_config.kv_transfer_config, "_engine_id_patched", False):'
+    assert marker in source, "vllm-ascend renames engines in another way; see platform.configuring"
+
+    def renaming(cls: type, vllm_config: Any) -> None:
+        del cls
+        if not getattr(vllm_config.kv_transfer_config, "_engine_id_patched", False):
+            vllm_config.kv_transfer_config.engine_id += "-" + 32 * "0"
+
+    run: Any = platform.configuring(renaming)
+    config = engine(role)
+    run(NPUPlatform, config)
+    assert config.kv_transfer_config.engine_id == "e"
+
+
 @pytest.mark.parametrize(("name", "version"), [("vllm-ascend", "0.26.0"), ("vllm", "0.24.0"), ("vllm", None)])
 def test_another_version_is_refused_by_name(name: str, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     known = host.installed

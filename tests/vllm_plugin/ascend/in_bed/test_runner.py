@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.sfa_v1 import AscendSFABackend, AscendSFAImpl
+from vllm_ascend.platform import NPUPlatform
 from vllm_ascend.worker import worker as stock_worker
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
@@ -21,6 +22,7 @@ from tests.vllm_plugin.ascend.bed.world import BLOCK, LATENT, ROPE
 from tests.vllm_plugin.ascend.in_bed.test_selection import CLOSE, worst
 from tests.vllm_plugin.ascend.patched import self_attention, specs
 from tidal_connector.config import TidalConfig
+from tidal_connector.errors import ConfigError
 from tidal_connector.ids import EngineId
 from tidal_connector.layout import Home
 from tidal_connector.vllm_plugin.ascend import model_runner, worker
@@ -121,6 +123,8 @@ def test_caches_that_the_runner_makes_serve_a_decode_from_the_selection_cache(
         counted = connector.worker.counters.snapshot()
         assert counted["selection_misses"] >= 300 + 150
         assert counted["selection_hits"] >= 300 + 150
+        assert counted["pool_pages_used"] == 5
+        assert counted["selection_slots_used"] == 2 * runner.tidal_memory.base_rows
         assert counted["rows_gathered"] == 2 * counted["selection_misses"]
         opened.caches.clear()
         del caches
@@ -159,7 +163,8 @@ def decoded(opened: Bed, runner: TidalNpuModelRunner, monkeypatch: pytest.Monkey
         queries = np.array([tokens for _, tokens in batch])
         computed = np.array([opened.lengths[request] for request, _ in batch])
         names = [f"request-{request}" for request, _ in batch]
-        runner.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=computed)
+        table = SimpleNamespace(num_blocks_per_row=np.array([3, 2]))
+        runner.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=computed, block_table=[table])
         built = runner._build_attention_metadata(
             num_tokens=int(queries.sum()),
             num_reqs=len(batch),
@@ -182,3 +187,29 @@ def decoded(opened: Bed, runner: TidalNpuModelRunner, monkeypatch: pytest.Monkey
     assert runner.tidal_selection is not None
     assert runner.tidal_selection.seated
     return opened.run
+
+
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_our_worker_builds_our_runner_with_the_stock_code(second_runner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def init_device(self: Any) -> None:
+        self.device = torch.device("cpu")
+        built.append(stock_worker.NPUModelRunner)
+
+    monkeypatch.setattr(stock_worker.NPUWorker, "init_device", init_device)
+    monkeypatch.setattr(NPUPlatform, "get_attn_backend_cls", vars(NPUPlatform)["get_attn_backend_cls"])
+    made = object.__new__(worker.TidalNpuWorker)
+    model = SimpleNamespace(hf_config=SimpleNamespace(index_topk=2048), model="m")
+    vars(made).update(
+        vllm_config=SimpleNamespace(kv_transfer_config=TRANSFER, model_config=model), use_v2_model_runner=second_runner
+    )
+    if second_runner:
+        with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+            made.init_device()
+        return
+    made.init_device()
+    assert built == [TidalNpuModelRunner]
+    assert stock_worker.NPUModelRunner is NPUModelRunner
+    chosen = NPUPlatform.get_attn_backend_cls(None, SimpleNamespace(use_mla=True, use_sparse=True))
+    assert chosen.endswith("TidalSFABackend")

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm_ascend.attention import sfa_v1
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
 
@@ -139,6 +141,32 @@ def test_a_step_past_the_cache_of_which_it_is_not_told_shows() -> None:
         opened.cache.elsewhere = lambda request, start: None  # type: ignore[method-assign]
 
     assert told(3, REJECTIONS, silence) > 5 * CLOSE
+
+
+def test_rows_are_announced_before_the_selection_and_the_query_is_projected_while_missing_rows_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    both = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True, kv_connector="TidalConnector", kv_role="kv_both")
+    with patched_bed(SHORT, kv_transfer=both) as opened:
+        opened.prefill()
+        monkeypatch.setattr(sfa_v1, "notify_kv_cache_written", lambda name: done.append(f"written {name[13]}"))
+        monkeypatch.setattr(AscendSFAImpl, "rope_single", noting("project", AscendSFAImpl.rope_single))
+        for name in ("plan", "arrive"):
+            setattr(opened.cache, name, noting(name, getattr(opened.cache, name)))
+        opened.decode()
+        assert done == ["written 0", "plan", "project", "arrive", "project", "written 1", "arrive"]
+        done.clear()
+        opened.step([(0, 2)], MIXED)
+        assert done == ["project", "written 0", "project", "written 1"]
 
 
 def test_a_pass_of_padding_alone_changes_nothing() -> None:
