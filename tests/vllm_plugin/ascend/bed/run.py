@@ -39,7 +39,6 @@ def environment(sources: Sources) -> dict[str, str]:
     """Return the environment in which ``import vllm`` finds the sources before what is installed."""
     return os.environ | {
         "PYTHONPATH": f"{sources.vllm}{os.pathsep}{sources.vllm_ascend}",
-        "PYTHONDONTWRITEBYTECODE": "",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "ascend,tidal",
