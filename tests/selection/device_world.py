@@ -57,7 +57,6 @@ class World:
         self.per_tenant = -(-self.context // PAGE)
         blocks = self.seats * self.per_tenant
         self.free_pages = self.rng.permutation(blocks).astype(np.int32)
-        # int32 rows: the operator moves bytes, and stamps of a long history stay exact.
         self.pools = [
             (
                 torch.full((blocks, PAGE, 1, NOPE), -1, dtype=torch.int16),
@@ -65,6 +64,13 @@ class World:
             )
             for _ in range(self.layers)
         ]
+        self.stamp = 0
+        self.named = 0
+        self.totals = torch.zeros(3, dtype=torch.int64)
+        self.build()
+
+    def build(self) -> None:
+        """Make the selection cache, empty."""
         sizes = DeviceSizes(
             seats=self.seats,
             slots=self.slots,
@@ -82,9 +88,6 @@ class World:
             device=torch.device("cpu"),
             **extra,
         )
-        self.stamp = 0
-        self.named = 0
-        self.totals = torch.zeros(3, dtype=torch.int64)
 
     # What happens between steps.
 
@@ -197,10 +200,11 @@ class World:
                 selected = np.concatenate(chosen)
                 if len(selected):
                     self.selection.plan(layer, torch.from_numpy(selected).unsqueeze(1), lengths, table)
-                    self.totals += self.selection.counts[self.selection._place[layer][0]]
             if len(selected):
                 self.verify(layer, self.selection.arrive(layer), tenants, counts, selected)
         self.selection.check()
+        if len(selected):
+            self.totals += self.selection.counts.sum(0)
         for tenant, count in zip(tenants, counts, strict=True):
             tenant.length += count
             tenant.drafts = count - 1

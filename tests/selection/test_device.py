@@ -125,6 +125,15 @@ class TestFixedShapes:
         self.plan(selection, rows=1, table_rows=1)
         assert selection.counts.tolist() == [[1, 0, 0]]
 
+    def test_a_graph_for_more_requests_than_there_are_seats_serves_those_that_have_one(self) -> None:
+        selection = self.selection(seats=2)
+        for names in (["a"], ["a", "b"], []):
+            selection.begin(names, [1] * len(names), padded_requests=24, most_queries=1)
+            view = self.plan(selection, rows=24, table_rows=24)
+            assert view.block_table.shape == (24, 1)
+            assert (view.slots[: len(names)] >= 0).all()
+            assert (view.slots[len(names) :] == -1).all()
+
     def test_a_real_request_without_a_row_of_the_table_is_refused(self) -> None:
         selection = self.selection()
         selection.begin(["a", "b"], [1, 1], padded_requests=2, most_queries=1)
@@ -165,7 +174,7 @@ class TestFixedShapes:
 
     def test_more_queries_than_the_sizes_say_are_refused(self) -> None:
         selection = self.selection()
-        with pytest.raises(ValueError, match="expected at most 32 requests, 1 queries, 32 tokens"):
+        with pytest.raises(ValueError, match="expected at most 16 requests, 1 queries, 32 tokens"):
             selection.begin(["a"], [2], padded_requests=1, most_queries=2)
 
     def test_layers_come_in_order(self) -> None:
@@ -184,6 +193,16 @@ class TestFixedShapes:
             selection.plan(4, chosen, *tables)
         selection.begin([], [], padded_requests=1, most_queries=1)  # a pass that failed is over
         selection.plan(4, chosen, *tables)
+
+
+def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
+    world = World(SHARED, queries=2)
+    with torch.inference_mode():
+        world.build()
+    world.run(3)
+    with torch.inference_mode():
+        world.run(3)
+    world.run(3)
 
 
 @pytest.mark.parametrize(

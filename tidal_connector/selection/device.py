@@ -66,6 +66,10 @@ class DeviceSelection:
         device: where the arena is, and everything else.
         gather: copies rows; ``torch.ops.tidal.gather_miss_rows`` unless a test brings its own.
 
+    Attributes:
+        seats: who sits where.
+        counts: int32 ``[groups, 3]`` on the device: hits, misses and evictions of each group in the last whole pass.
+
     Raises:
         ValueError: pools and groups do not fit one another, or the sizes.
     """
@@ -79,6 +83,17 @@ class DeviceSelection:
         device: torch.device,
         gather: GatherMissRows = gather_miss_rows,
     ) -> None:
+        with torch.inference_mode(False):  # tensors made within it could not be written outside, where steps begin
+            self._make(pools, groups, sizes, device, gather)
+
+    def _make(
+        self,
+        pools: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        groups: Sequence[IndexGroup],
+        sizes: DeviceSizes,
+        device: torch.device,
+        gather: GatherMissRows,
+    ) -> None:
         members = sorted(layer for group in groups for layer in group.members)
         if members != list(range(len(pools))):
             raise ValueError(f"groups of layers {members}: expected each of the {len(pools)} pools in one group")
@@ -89,8 +104,9 @@ class DeviceSelection:
         self._groups = tuple(groups)
         self._place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.members)}
         self._states = [DeviceSlotState(sizes.seats, sizes.slots, device) for _ in groups]
-        requests = max(sizes.seats, sizes.tokens)  # a padded batch may have more requests than there are seats
-        self._batch = DeviceBatch(sizes.seats, requests, sizes.queries, sizes.tokens, device)
+        # A padded batch may have more requests than there are seats, but those that have one come first.
+        requests = max(sizes.seats, sizes.tokens)
+        self._batch = DeviceBatch(sizes.seats, sizes.seats, sizes.queries, sizes.tokens, device)
         self._resolved = DeviceResolved(self._batch, sizes.top_k, sizes.slots, len(groups), device)
         self._staging = BatchStaging(self._batch)
         self._side = SideStream(device)
@@ -100,17 +116,8 @@ class DeviceSelection:
         self._block_table = torch.zeros((requests, pages), dtype=torch.int32, device=device)
         self._step = _Step()
         self._passing: list[str] = []
+        self.counts = torch.zeros((len(groups), 3), dtype=torch.int32, device=device)
         self.seats = DeviceSeats(seats=sizes.seats, slots=sizes.slots, top_k=sizes.top_k)
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Int32 ``[groups, 3]`` on the device: hits, misses and evictions of each group's last plan.
-
-        Made when asked for; nothing of a pass needs it.
-        """
-        statistics = self._resolved.statistics[:, : self._step.padded]
-        hits, selected, displaced = statistics.unbind(2)
-        return torch.stack((hits, selected - hits, displaced.clamp(min=0)), 1).sum(2, dtype=torch.int32)
 
     # Host, once per step.
 
@@ -136,16 +143,16 @@ class DeviceSelection:
         self._end_pass()
         sizes = self._sizes
         if not requests:  # warm-up may be larger than any step that is served
-            padded_requests = min(padded_requests, self._batch.most_requests)
+            padded_requests = min(padded_requests, self._block_table.shape[0])
             most_queries = min(most_queries, sizes.queries)
         sittings = [self.seats.sit(request, count) for request, count in zip(requests, queries, strict=True)]
         staged = [
             StagedRequest(sitting.seat, sitting.generation, sitting.stable, count)
             for sitting, count in zip(sittings, queries, strict=True)
         ]
-        self._staging.fill(staged, padded_requests, most_queries)
+        self._staging.fill(staged, min(padded_requests, sizes.seats), most_queries)
         first_page = self._batch.seat.clamp(min=0).unsqueeze(1) * self._pages.shape[0]
-        self._block_table.copy_(first_page + self._pages)
+        self._block_table[: sizes.seats].copy_(first_page + self._pages)
         for request in requests:
             self.seats.served(request)
         self._step = _Step(len(staged), sum(queries), padded_requests)
@@ -199,7 +206,7 @@ class DeviceSelection:
             raise ValueError(f"layer {layer}: plans before layers {sorted(step.awaited)} of the last plan arrived")
         selected = selected.flatten(1) if selected.dim() == 3 else selected
         # The tables of vllm-ascend's warm-up may have fewer rows than the padded batch; those are padding, too.
-        batch.requests = min(step.padded, lengths.shape[0], block_table.shape[0])
+        batch.requests = min(step.padded, self._sizes.seats, lengths.shape[0], block_table.shape[0])
         if batch.requests < step.requests or selected.shape[0] < step.tokens:
             raise ValueError(
                 f"selected {tuple(selected.shape)}, lengths {tuple(lengths.shape)}, block_table "
@@ -213,6 +220,10 @@ class DeviceSelection:
         step.planned.add(at)
         step.awaited.update(self._groups[at].members)
         self._send(self._groups[at], step.shared)
+        if len(step.planned) == len(self._groups):
+            hits, chosen, displaced = resolved.statistics[:, : step.shared.requests].unbind(2)
+            totals = torch.stack((hits, chosen - hits, displaced.clamp(min=0)), 2)
+            self.counts.copy_(totals.sum(1, dtype=torch.int32))
 
     def _send(self, group: IndexGroup, shared: Pass) -> None:
         """Copy the rows of a plan: a lone layer's at once, since nothing runs meanwhile; a group's on the side."""

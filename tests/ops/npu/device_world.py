@@ -14,7 +14,7 @@ from tests.ops.resolve_world import Int32, Shape, Tenant, World
 from tidal_connector.ops import Implementation, Resolved, SelectionBatch
 from tidal_connector.ops.npu.resolve import prepare, resolve
 from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest
-from tidal_connector.ops.npu.state import FOREVER, DeviceBatch, DeviceResolved, DeviceSlotState
+from tidal_connector.ops.npu.state import FOREVER, POSITIONS, DeviceBatch, DeviceResolved, DeviceSlotState
 
 
 def equal_seats(*, seats: int, slots: int, width: int, queries: int, page_tokens: int, context: int) -> Shape:
@@ -43,7 +43,6 @@ class DeviceWorld(World):
         self.step_batch = DeviceBatch(shape.extents, shape.seats + 2, shape.queries, tokens, "cpu")
         self.staging = BatchStaging(self.step_batch)
         self.out = DeviceResolved(self.step_batch, shape.width, shape.extent_rows, 2, "cpu")
-        self.stable: dict[int, int] = {}
         self.generations: dict[int, int] = {}
         self.generation = 0
 
@@ -61,7 +60,6 @@ class DeviceWorld(World):
         super().join()
         for tenant in self.tenants[known:]:
             (extent,) = tenant.extents
-            self.stable.pop(tenant.seat, None)
             state, rows = self.states[0], self.seats.rows(tenant.seat)
             state.listed[tenant.seat] = 1
             state.order[rows] = extent * self.shape.extent_rows + self.state.slots[extent].numpy()
@@ -69,12 +67,12 @@ class DeviceWorld(World):
     def carry_out(self, tenants: list[Tenant], queries: list[int], batch: SelectionBatch, result: Resolved) -> None:
         """Resolve on the device, compare all of it, and carry out the device's plan.
 
-        The definition lets a request without queries forget what was taken back. The device hears of it with the next
-        step: rows from there on were not written through the seat.
+        The definition lets a request without queries forget what was taken back; the device has no such request, so
+        its seat takes over what the definition left.
         """
         for tenant, count in zip(tenants, queries, strict=True):
             if not count:
-                self.stable[tenant.seat] = min(self.stable.get(tenant.seat, FOREVER), tenant.length)
+                self.take_over(tenant)
         mine = self.resolve(tenants, queries, batch)
         assert mine.slots.tolist() == result.slots.tolist(), "slots"
         assert mine.written.tolist() == result.written.tolist(), "written"
@@ -94,7 +92,7 @@ class DeviceWorld(World):
             StagedRequest(
                 tenants[index].extents[0],
                 self.generations[tenants[index].seat],
-                self.stable.pop(tenants[index].seat, FOREVER),
+                FOREVER,
                 queries[index],
             )
             for index in served
@@ -153,6 +151,15 @@ class DeviceWorld(World):
             0,
         )
 
+    def take_over(self, tenant: Tenant) -> None:
+        """Make a seat hold what it holds by the definition."""
+        (extent,) = tenant.extents
+        order = torch.from_numpy(self.states[0].order[self.seats.rows(tenant.seat)])
+        held = torch.from_numpy(self.states[0].held)[order.long()].float()
+        self.state.slots[extent] = order - extent * self.shape.extent_rows
+        self.state.positions[extent] = torch.where(held < 0, POSITIONS, held)
+        self.step_batch.owners[extent] = self.generations[tenant.seat]
+
     def compare_states(self) -> None:
         """Assert that every slot of every seat holds the same, and was used in the same order."""
         capacity, held = self.shape.extent_rows, self.state.held().numpy()
@@ -161,8 +168,6 @@ class DeviceWorld(World):
             rows = self.seats.rows(tenant.seat)
             if self.step_batch.owners[extent] != self.generations[tenant.seat]:
                 assert (self.states[0].held[rows] == -1).all(), "a seat that had no step yet holds something"
-                continue
-            if tenant.seat in self.stable:
                 continue
             assert held[extent].tolist() == self.states[0].held[rows].tolist(), "content of the slots"
             order = extent * capacity + self.state.slots[extent].numpy()

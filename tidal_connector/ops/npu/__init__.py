@@ -5,11 +5,13 @@ Everything here runs on tensors of any device, so that the code that serves an N
 calls CANN (``aclnn``), torch_npu (``alias``, ``stream``) or a side stream differs. Needs torch, and is therefore not
 imported by ``tidal_connector.ops``: import the modules by name.
 
-``state``     what the slots hold, and the fixed buffers of a step
-``resolve``   selected positions -> slots, and the rows to fetch; exact LRU, as ``ops.resolve`` defines it
-``library``   ``torch.ops.tidal.*``: the two AscendC operators for torch, with CPU and fake implementations
-``aclnn``     the two-phase calls of CANN's operator libraries through ctypes
-``rows``      rows into a paged cache
-``alias``     a tensor over the device's alias of host memory
-``stream``    the side stream and its events
+``state``      what the slots hold, and the fixed buffers of a step
+``staging``    a step's batch from the host into these buffers
+``resolve``    selected positions -> slots, and the rows to fetch; exact LRU, as ``ops.resolve`` defines it
+``library``    ``torch.ops.tidal.*``: the two AscendC operators for torch, with CPU and fake implementations
+``miss_rows``  the definition of one of them (the other's is ``ops.gather_selection_kv_cache``)
+``calls``      torch tensors -> calls of CANN; ``aclnn`` makes these through ctypes, without torch
+``rows``       rows into a paged cache
+``alias``      a tensor over the device's alias of host memory
+``stream``     the side stream and its events
 """

@@ -28,6 +28,7 @@ class Pass(NamedTuple):
         requests: b.
         queries: q.
         seat: int32 ``[b]``, the spare one for padding.
+        home: int64 ``[b]``, the same.
         base: int32 ``[b, 1]``, first slot of the seat, of all.
         given: int32 ``[b, 1]``, queries of the request; q for padding.
         listed: int32 ``[b, 1]``, entries for new rows in its fetch list: q, or 0 for padding.
@@ -44,6 +45,7 @@ class Pass(NamedTuple):
     requests: int
     queries: int
     seat: torch.Tensor
+    home: torch.Tensor
     base: torch.Tensor
     given: torch.Tensor
     listed: torch.Tensor
@@ -85,7 +87,8 @@ def prepare(
     start = torch.where(padding, 0, lengths[:requests] - given).clamp_(min=0)
     owner = batch.owner[:requests]
     stable = torch.where(batch.owners.index_select(0, seat) == owner, torch.minimum(batch.stable[:requests], start), 0)
-    batch.owners.index_copy_(0, seat.long(), owner)
+    home = seat.long()
+    batch.owners.index_copy_(0, home, owner)
     query, paged = batch.steps[:queries], block_table.shape[1] * page_tokens
     mine = query < given.unsqueeze(1)
     position = start.unsqueeze(1) + query
@@ -97,6 +100,7 @@ def prepare(
         requests,
         queries,
         seat,
+        home,
         (seat * out.capacity).unsqueeze(1),
         torch.where(padding, queries, given).unsqueeze(1),
         torch.where(padding, 0, queries).int().unsqueeze(1),
@@ -274,7 +278,7 @@ def _make_room(
     into = victim.masked_fill_(stays, places.shape[1] - 1).long()
     places.scatter_(1, into, slots)
     incoming = out.incoming(shared.requests, queries).gather(1, into)
-    to += shared.base
-    state.slots.view(-1).scatter_(0, to.view(-1), slots.view(-1))
-    state.positions.view(-1).scatter_(0, to.view(-1), torch.where(stays, held, incoming).view(-1))
+    held = torch.where(stays, held, incoming)
+    state.slots.index_copy_(0, shared.home, torch.empty_like(slots).scatter_(1, to, slots))
+    state.positions.index_copy_(0, shared.home, torch.empty_like(held).scatter_(1, to, held))
     return empties
