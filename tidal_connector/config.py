@@ -122,7 +122,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         bind: ``host:port`` to listen on; port 0 lets the kernel choose. Of an engine of several ranks, rank k listens
-            k ports higher.
+            k ports higher; data-parallel replicas on one machine follow one another.
         advertise: host (or ``host:port``) that peers connect to; None takes that of ``bind``.
         lease_s: a peer silent for so long is lost; beats go out every third of it.
         accept_s: wait of a reservation for the prefill side's answer.
@@ -143,7 +143,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quarantine_s: Positive | None = None
 
     def for_rank(self, rank: int) -> ControlConfig:
-        """Return the settings of one rank of an engine: every port that is named is that of rank 0.
+        """Return the settings of one rank of an engine: every port that is named is that of the first.
+
+        Args:
+            rank: which rank, counted over all data-parallel replicas of the engine on this machine.
 
         Raises:
             ConfigError: an address cannot be read, or the ports of the ranks do not fit below 65536.

@@ -193,6 +193,13 @@ def test_what_the_connector_cannot_serve_is_refused_at_start(config: Any, words:
         engine_facts(config)
 
 
+def test_ranks_and_replicas_are_counted() -> None:
+    assert (engine_facts(vllm_config()).ranks, engine_facts(vllm_config()).replica) == (1, 0)
+    facts = engine_facts(vllm_config(tensor_parallel_size=4, data_parallel_rank_local=None))
+    assert (facts.ranks, facts.replica) == (4, 0)
+    assert engine_facts(vllm_config(tensor_parallel_size=4, data_parallel_rank_local=3)).replica == 3
+
+
 def test_fr_34_checkpoints_that_differ_in_one_value_have_different_digests(tmp_path: Path) -> None:
     for name, last in (("a", b"0"), ("b", b"1"), ("c", b"0")):
         (tmp_path / name).mkdir()

@@ -57,6 +57,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
         block_size: tokens per vLLM block.
         recompute: a failed receive is recomputed here (``kv_load_failure_policy``).
         ranks: tensor-parallel ranks, all of which hold the same latents and index keys.
+        replica: which data-parallel replica of this machine it is; each is an engine of its own, with ports of its own.
     """
 
     engine: EngineId
@@ -67,6 +68,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     block_size: int
     recompute: bool
     ranks: int = 1
+    replica: int = 0
 
 
 def settings(vllm_config: VllmConfig) -> TidalConfig:
@@ -131,6 +133,7 @@ def engine_facts(vllm_config: VllmConfig) -> EngineFacts:
         block_size=vllm_config.cache_config.block_size,
         recompute=transfer.kv_load_failure_policy == "recompute",
         ranks=vars(parallel).get("tensor_parallel_size", 1),
+        replica=vars(parallel).get("data_parallel_rank_local") or 0,
     )
 
 

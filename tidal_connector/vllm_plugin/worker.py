@@ -158,7 +158,7 @@ class TidalWorker:
                 'map; this platform has none, so set offload = "off" or tensor_parallel_size = 1'
             )
         rank = tensor_rank(facts.ranks)
-        control = config.control.for_rank(rank)
+        control = config.control.for_rank(facts.replica * facts.ranks + rank)
         placed = place_caches(caches, self._host_layers, self._host_addresses)
         self._regions = tuple(region for _, region in placed)
         latent = next(
