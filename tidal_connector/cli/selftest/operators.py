@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both operators on the device against their definition: every call of a random sequence, every byte that it may touch.
 
-The definition is this package's own ``gather_selection_kv_cache`` on the CPU, which the test suite holds to a
-reference in numpy; GatherMissRows is defined by three lines of numpy. Called from the command's thread; what touches
-the device goes through the worker.
+The definition is the reference of ``ops.gather_selection_kv_cache`` in plain Python; GatherMissRows is defined by three
+lines of numpy. Called from the command's thread; what touches the device goes through the worker.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tidal_connector.cli.selftest.sequences import (
     selection_cases,
 )
 from tidal_connector.cli.selftest.worker import Worker
-from tidal_connector.ops import SelectionTraffic, gather_selection_kv_cache
+from tidal_connector.ops import Implementation, SelectionTraffic, gather_selection_kv_cache
 
 CALL_S = 120.0
 """Bound of one call, its copies to the device and back included; the first of all loads kernels."""
@@ -65,7 +64,12 @@ def _selection(device: TestDevice, worker: Worker, case: Case, seed: int) -> Ope
         given = {name: array.copy() for name, array in session.arguments.items()}
         what = f"{case.name}, call {calls + 1}"
         found = worker.run(what, CALL_S, lambda given=given: _call(device, case, given))
-        actual = gather_selection_kv_cache(**session.arguments, selection_topk_block_size=case.block, traffic=traffic)
+        actual = gather_selection_kv_cache(
+            **session.arguments,
+            selection_topk_block_size=case.block,
+            implementation=Implementation.REFERENCE,
+            traffic=traffic,
+        )
         wrong = _first_difference({**session.arguments, "selection_kv_actual_seq": actual}, found)
         calls += 1
     return OperatorCase(
