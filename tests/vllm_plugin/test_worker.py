@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from tidal_connector.config import TidalConfig  # noqa: E402
 from tidal_connector.ids import EngineId  # noqa: E402
 from tidal_connector.vllm_plugin.metadata import SendChunk, TidalMetadata  # noqa: E402
 from tidal_connector.vllm_plugin.step_sends import StepSends  # noqa: E402
-from tidal_connector.vllm_plugin.timeline import AtOnce  # noqa: E402
+from tidal_connector.vllm_plugin.timeline import AfterDevice, AtOnce, Timeline  # noqa: E402
 from tidal_connector.vllm_plugin.translate import EngineFacts  # noqa: E402
 from tidal_connector.vllm_plugin.worker import TidalWorker  # noqa: E402
 
@@ -51,8 +52,12 @@ def worker() -> TidalWorker:
     facts = EngineFacts(EngineId("e"), TidalConfig(), True, False, False, 16, False)
     made = TidalWorker(None, facts)  # type: ignore[arg-type]
     made._sender = FakeSender()  # type: ignore[assignment]
-    made._sends = StepSends(made._sender, LAYERS.values(), AtOnce(), 10.0)  # type: ignore[arg-type]
+    made._sends = sends(made, AtOnce())
     return made
+
+
+def sends(worker: TidalWorker, timeline: Timeline, stall_s: float = 10.0) -> StepSends:
+    return StepSends(worker._sender, LAYERS.values(), timeline, stall_s)  # type: ignore[arg-type]
 
 
 def forward(worker: TidalWorker, monkeypatch: pytest.MonkeyPatch, *, broken: bool) -> FakeSender:
@@ -98,3 +103,43 @@ def test_a_preemption_that_finds_no_quiet_does_not_count_as_the_end_of_the_reque
     worker.preempted(TidalMetadata(preempted=["r"]))
     sender: Any = worker._sender
     assert sender.told == [("unready", "r"), ("give_up", "r")]
+
+
+def test_the_earlier_of_a_layer_s_two_hooks_announces_it(worker: TidalWorker) -> None:
+    """vllm-ascend says that a layer is written before it attends, and that it is to be saved after."""
+    from tidal_connector.vllm_plugin.connector import TidalConnector
+
+    connector = object.__new__(TidalConnector)
+    connector._worker, connector._scheduler = worker, None
+    worker.bind(TidalMetadata(chunks=[CHUNK], scheduled=40))
+    sender: Any = worker._sender
+    name = next(iter(LAYERS))
+    connector.on_kv_cache_written(name)
+    assert sender.told[-1] == ("ready_many", (0,))
+    before = len(sender.told)
+    connector.save_kv_layer(name, None, None)  # type: ignore[arg-type]
+    assert len(sender.told) == before
+
+
+def test_a_preemption_comes_after_what_was_said_before_and_does_not_wait_for_a_device_that_hangs(
+    worker: TidalWorker,
+) -> None:
+    passed = threading.Event()
+    timeline = AfterDevice(lambda: SimpleNamespace(query=passed.is_set))
+    worker._sends = sends(worker, timeline, stall_s=0.05)
+    sender: Any = worker._sender
+    sender.quiesce = lambda requests, timeout_s: True
+    try:
+        worker.bind(TidalMetadata(chunks=[CHUNK], scheduled=40))
+        worker.layer_saved(next(iter(LAYERS)))
+        worker.preempted(TidalMetadata(preempted=["r"]))
+        # The rows may still be announced after this: the transfer must not live on.
+        assert sender.names()[-2:] == ["unready", "give_up"]
+        assert "ready_many" not in sender.names()
+        passed.set()
+        assert timeline.settle(10.0)
+        sender.told.clear()
+        worker.preempted(TidalMetadata(preempted=["r"]))
+        assert sender.names() == ["unready"]
+    finally:
+        timeline.close()
