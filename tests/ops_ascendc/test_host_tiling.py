@@ -84,7 +84,7 @@ def world() -> Arrays:
     return arrays | {ACTUAL: np.zeros(arrays[TABLE].shape[:1], np.int32)}
 
 
-@pytest.mark.parametrize(("spoil", "said"), SHAPES)
+@pytest.mark.parametrize(("spoil", "said"), SHAPES, ids=[said.split(":")[0] for _, said in SHAPES])
 def test_a_shape_that_does_not_fit_is_refused(kernels: Kernels, spoil: Spoil, said: str) -> None:
     arrays = world()
     spoil(arrays)
@@ -92,7 +92,7 @@ def test_a_shape_that_does_not_fit_is_refused(kernels: Kernels, spoil: Spoil, sa
         kernels.gather_selection_kv_cache(**arrays, selection_topk_block_size=4)
 
 
-@pytest.mark.parametrize(("elements", "said"), TYPES)
+@pytest.mark.parametrize(("elements", "said"), TYPES, ids=[said.split(":")[0] for _, said in TYPES])
 def test_a_type_that_does_not_fit_is_refused(kernels: Kernels, elements: dict[str, int], said: str) -> None:
     with pytest.raises(RefusedByHost, match=said):
         kernels.gather_selection_kv_cache(**world(), selection_topk_block_size=4, elements=elements)

@@ -147,13 +147,13 @@ inline PlanAreas AreasOf(const SelectionTiling& tiling, bool by_blocks) {
   return areas;
 }
 
-inline PlanStore StoreOf(const SelectionTiling& tiling, bool by_blocks, int64_t system_workspace) {
+inline PlanStore StoreOf(const SelectionTiling& tiling, bool by_blocks) {
   PlanStore store{};
   store.pitch = RoundedUp(tiling.topk, 8);
   store.status_pitch = RoundedUp(tiling.topk + 1, 8);
   const int64_t rows =
       std::max<int64_t>(tiling.rows, 1);  // SyncAll wants a workspace, whatever there is to do
-  Layout workspace(system_workspace, kCacheLine);
+  Layout workspace(0, kCacheLine);
   store.heads = workspace.Take(rows * kHeadWords * 4);
   store.status = workspace.Take(rows * store.status_pitch * 4);
   store.sources = workspace.Take(rows * store.pitch * 4);
@@ -188,7 +188,7 @@ inline std::string TileSelection(const SelectionArguments& given, const Platform
   tiling.buckets = int64_t{1} << bits;
   tiling.bucket_shift = 32 - bits;
   tiling.areas = AreasOf(tiling, by_blocks);
-  tiling.store = StoreOf(tiling, by_blocks, platform.system_workspace);
+  tiling.store = StoreOf(tiling, by_blocks);
   const int64_t taken = tiling.areas.bytes + tiling.store.status_pitch * 4 + kUbBlock;
   if (const std::string error = TileCopies(given.caches, block, platform, taken, tiling.copy);
       !error.empty()) {
@@ -196,7 +196,7 @@ inline std::string TileSelection(const SelectionArguments& given, const Platform
   }
   launch.key = by_blocks ? kKeyBlocks : kKeyTokens;
   launch.cores = CoresFor(tiling.rows * batch.topk, tiling.copy, platform);
-  launch.workspace = tiling.store.bytes;
+  launch.workspace = platform.system_workspace + tiling.store.bytes;
   return "";
 }
 

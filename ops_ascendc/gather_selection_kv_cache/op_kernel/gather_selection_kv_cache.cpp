@@ -58,7 +58,7 @@ extern "C" __global__ __aicore__ void gather_selection_kv_cache(
   GET_TILING_DATA_WITH_STRUCT(tidal::SelectionTiling, data, tiling);
   const tidal::PlanArguments arguments{selection_kv_block_table, selection_kv_block_status,
                                        selection_topk_indices,   full_kv_block_table,
-                                       full_kv_actual_seq,       workspace};
+                                       full_kv_actual_seq,       AscendC::GetUserWorkspace(workspace)};
   if (TILING_KEY_IS(1)) {
     tidal::GatherSelection<true>(data, arguments, selection_k_rope, selection_kv_cache, full_k_rope,
                                  full_kv_cache, selection_kv_actual_seq);

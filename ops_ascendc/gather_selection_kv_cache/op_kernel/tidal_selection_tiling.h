@@ -26,14 +26,14 @@ struct PlanAreas {
   int64_t bytes;            // of all
 };
 
-// Byte offsets in the workspace; what the system wants of it comes before.
+// Byte offsets in the part of the workspace that is the kernel's own.
 struct PlanStore {
   int64_t heads;    // a cache line for each row, see Head
   int64_t status;   // int32[rows][status_pitch]
   int64_t sources;  // int32[rows][pitch]
   int64_t targets;  // int32[rows][pitch]
   int64_t tokens;   // int32[rows][pitch], for blocks alone
-  int64_t bytes;    // of all, the system's part included
+  int64_t bytes;    // of all
   int64_t pitch;
   int64_t status_pitch;
 };
