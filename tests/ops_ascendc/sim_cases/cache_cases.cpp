@@ -21,7 +21,7 @@ bool cores_wrote(const Bed& bed) {
 }  // namespace
 
 RIGHT(each_core_writes_a_line_of_its_own, 3, cores_wrote) {
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   const auto mine = static_cast<std::uint64_t>(GetBlockIdx()) * 16;
   out.SetValue(mine, static_cast<std::int32_t>(10 + GetBlockIdx()));
   ASSERT_MSG(out.GetValue(mine) == 10 + GetBlockIdx(), "own value");
@@ -30,15 +30,15 @@ RIGHT(each_core_writes_a_line_of_its_own, 3, cores_wrote) {
 
 RIGHT(a_core_reads_what_another_wrote, 2, anything) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   for (std::int32_t round = 1; round < 5; ++round) {
     if (GetBlockIdx() == 0) {
       out.SetValue(3, round);
-      clean(out[3]);
+      clean(out);
     }
     SyncAll();
     if (GetBlockIdx() == 1) {
-      clean(out[3]);
+      clean(out);
       ASSERT_MSG(out.GetValue(3) == round, "%d in round %d", out.GetValue(3), round);
     }
     SyncAll();
@@ -47,7 +47,7 @@ RIGHT(a_core_reads_what_another_wrote, 2, anything) {
 
 RIGHT(all_lines_are_cleaned_at_once, 1,
       [](const Bed& bed) { return bed.out[0] == 1 && bed.out[4092] == 2; }) {
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   out.SetValue(0, 1);
   out.SetValue(1023, 2);
   DataCacheCleanAndInvalid<std::int32_t, CacheLine::ENTIRE_DATA_CACHE, kOut>(out);
@@ -66,11 +66,19 @@ FAULT(another_line_cleaned, 1, Cache,
   clean(bed.Output<std::int32_t>()[16]);
 }
 
+FAULT(part_of_a_line_cleaned, 1, Always,
+      "core 0: DataCacheCleanAndInvalid: buffer 'out' offset 8: only the rest of the 64-byte line would be "
+      "cleaned; begin at a multiple of 64") {
+  auto out = bed.Output<std::int32_t>();
+  out.SetValue(1, 1);
+  clean(out[2]);
+}
+
 FAULT(old_value_of_another_core, 2, Cache,
       "core 1: GlobalTensor::GetValue: buffer 'out' offset 12: the data cache holds an older value; "
       "DataCacheCleanAndInvalid is missing before the read") {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   if (GetBlockIdx() == 1) out.GetValue(0);  // brings in the line
   SyncAll();
   if (GetBlockIdx() == 0) {
@@ -87,7 +95,7 @@ FAULT(old_value_behind_an_own_copy, 1, Cache,
   TPipe pipe;
   TBuf<> room;
   pipe.InitBuffer(room, 32);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   out.GetValue(0);
   const auto tensor = room.Get<std::int32_t>();
   DataCopy(tensor, bed.Input<std::int32_t>(), 8);
@@ -103,7 +111,7 @@ FAULT(value_still_in_the_cache_of_another_core, 2, Cache,
       "cache only; "
       "DataCacheCleanAndInvalid is missing there") {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   if (GetBlockIdx() == 0) out.SetValue(3, 7);
   SyncAll();
   if (GetBlockIdx() == 1) out.GetValue(3);
@@ -118,7 +126,7 @@ FAULT(
   TPipe pipe;
   TBuf<> room;
   pipe.InitBuffer(room, 32);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   out.SetValue(2, 7);
   sync<HardEvent::S_MTE2>();
   DataCopy(room.Get<std::int32_t>(), out, 8);
@@ -131,10 +139,10 @@ FAULT(
     "core *: DataCacheCleanAndInvalid: buffer 'out' offset *: writing the 64-byte line back undoes what was "
     "written "
     "there since the line was loaded; let no two cores write to one line, and clean it before others write") {
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   const auto mine = static_cast<std::uint64_t>(GetBlockIdx());
   out.SetValue(mine, 7);
-  clean(out[mine]);
+  clean(out);
 }
 
 FAULT(
@@ -143,7 +151,7 @@ FAULT(
     "written "
     "there since the line was loaded; let no two cores write to one line, and clean it before others write") {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
-  const auto out = bed.Output<std::int32_t>();
+  auto out = bed.Output<std::int32_t>();
   if (GetBlockIdx() == 0) out.SetValue(0, 1);
   SyncAll();
   if (GetBlockIdx() == 1) {

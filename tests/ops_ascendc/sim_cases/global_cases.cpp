@@ -8,7 +8,7 @@ namespace sim_cases {
 RIGHT(scalars_reach_the_last_element, 1, [](const Bed& bed) { return bed.out[4095] == bed.in[4095]; }) {
   bed.Output<std::uint8_t>().SetValue(4095, bed.Input<std::uint8_t>().GetValue(4095));
   DataCacheCleanAndInvalid<std::uint8_t, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(
-      bed.Output<std::uint8_t>()[4095]);
+      bed.Output<std::uint8_t>()[4032]);
 }
 
 FAULT(global_get_past_end, 1, Always,
@@ -90,6 +90,7 @@ RIGHT(tiling_is_copied, 1, anything) {
     std::uint8_t first, second;
   };
   GET_TILING_DATA_WITH_STRUCT(Tiling, tiling, bed.In());
+  ASSERT_MSG(GetUserWorkspace(bed.Out()) == bed.Out(), "the workspace of a launch is the kernel's own");
   ASSERT_MSG(tiling.first == bed.in[0] && tiling.second == bed.in[1], "tiling %d", tiling.first);
 }
 

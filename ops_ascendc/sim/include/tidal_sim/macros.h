@@ -43,6 +43,13 @@ inline void read_tiling(const void* from, void* to, std::size_t bytes) {
 
 }  // namespace tidal_sim
 
+namespace AscendC {
+
+// The part of the workspace that is the kernel's own. The workspace of a launch has no other part.
+inline GM_ADDR GetUserWorkspace(GM_ADDR workspace) { return workspace; }
+
+}  // namespace AscendC
+
 #define KERNEL_TASK_TYPE_DEFAULT(type) ::tidal_sim::declare_type(::tidal_sim::TaskType::type)
 #define REGISTER_TILING_DEFAULT(type) static_assert(std::is_trivially_copyable_v<type>)
 #define GET_TILING_DATA_WITH_STRUCT(type, name, address) \

@@ -67,8 +67,12 @@ void DataCacheCleanAndInvalid(const GlobalTensor<T>& tensor) {
   if constexpr (lines == CacheLine::ENTIRE_DATA_CACHE) {
     core.cache.clean_all(who, core.pipes.scalar());
   } else {
-    tidal_sim::GlobalMemory::check(who, tensor.Place(), 0, sizeof(T), tidal_sim::Way::Read);
-    core.cache.clean(who, *tensor.Place().buffer, tensor.Place().offset, core.pipes.scalar());
+    const tidal_sim::GlobalPlace& place = tensor.Place();
+    tidal_sim::GlobalMemory::check(who, place, 0, sizeof(T), tidal_sim::Way::Read);
+    if (place.offset % tidal_sim::DataCache::kLine != 0)
+      tidal_sim::refuse(who, "buffer '", place.buffer->name, "' offset ", place.offset,
+                        ": only the rest of the 64-byte line would be cleaned; begin at a multiple of 64");
+    core.cache.clean(who, *place.buffer, place.offset, core.pipes.scalar());
   }
 }
 

@@ -30,7 +30,7 @@ class GlobalTensor {
     return value;
   }
 
-  void SetValue(std::uint64_t offset, T value) const {
+  void SetValue(std::uint64_t offset, T value) {
     tidal_sim::write_scalar("GlobalTensor::SetValue", place_, tidal_sim::distance(offset, sizeof(T)), &value,
                             sizeof(T));
   }
@@ -49,7 +49,7 @@ class GlobalTensor {
 
   // A raw address: what is done through it is not checked.
   const T* GetPhyAddr() const { return address_; }
-  const T* GetPhyAddr(std::uint64_t offset) const { return (*this)[offset].address_; }
+  T* GetPhyAddr(std::uint64_t offset) const { return (*this)[offset].address_; }
 
   std::uint64_t GetSize() const { return size_ == UINT64_MAX ? 0 : size_; }
 
