@@ -7,21 +7,27 @@ A fault that is put into the device must end it with 1 and a line that says wher
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.arch.source import ROOT
+from tests.cli.machines import write
 from tests.cli.selftest.simulated import SimulatedDevice
 from tests.standins.aclnn import StandIns
 from tests.standins.ascendcl import Standin
 from tests.standins.build import ascendcl
 from tidal_connector.cli.main import app
-from tidal_connector.cli.selftest import command, operators, run
+from tidal_connector.cli.selftest import command, npu, operators, run
 from tidal_connector.cli.selftest.npu import engine_needs
 from tidal_connector.cli.selftest.report import AnswerCase
 from tidal_connector.cli.selftest.run import SelfTestOptions, run_selftest
@@ -211,6 +217,57 @@ def test_a_machine_without_an_npu_is_told_what_is_missing() -> None:
     assert done.exit_code == 2
     assert done.stderr.startswith("tidal: torch_npu cannot be imported: ")
     assert "install vllm-ascend and source the set_env.sh" in done.stderr
+
+
+def test_cann_that_was_not_sourced_is_a_line_and_no_traceback(tmp_path: Path) -> None:
+    """torch loads torch_npu by itself, and then cannot be imported either."""
+    write(
+        tmp_path,
+        {
+            "torch_npu/__init__.py": "raise ImportError('libhccl.so: cannot open shared object file')",
+            "torch_npu-2.10.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n",
+            "torch_npu-2.10.0.dist-info/entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+        },
+    )
+    command_line = [sys.executable, "-m", "tidal_connector.cli", "selftest", "npu"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        command_line,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tidal: torch cannot be imported: ")
+    assert line.endswith("source the set_env.sh of the CANN toolkit")
+
+
+class Module:
+    """torch_npu's part of torch, on a machine of one NPU that somebody else holds."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, _: int) -> None:
+        raise RuntimeError("SetDevice:\n[ERROR] 507033 device 0 is occupied")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"), [(0, "NPU 0 cannot be opened: SetDevice: [ERROR] 507033"), (1, "NPU 1: torch_npu sees 1; look")]
+)
+def test_an_npu_that_cannot_be_opened_is_named(index: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(npu.torch, "get_device_module", lambda _: Module())
+    done = CliRunner().invoke(app, [*QUICK, "--device", str(index)])
+    assert done.exit_code == 2
+    assert words in done.stderr
 
 
 @pytest.mark.parametrize(

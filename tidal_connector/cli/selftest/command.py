@@ -80,8 +80,14 @@ def npu(
 
 
 def _open(index: int) -> TestDevice:
-    from tidal_connector.cli.selftest.npu import open_npu
+    from tidal_connector.errors import DeviceMissing
 
+    try:
+        # With torch_npu installed and CANN not, torch itself cannot be imported: it loads such extensions by itself.
+        from tidal_connector.cli.selftest.npu import open_npu
+    except (ImportError, OSError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise DeviceMissing(f"torch cannot be imported: {text}; source the set_env.sh of the CANN toolkit") from None
     return open_npu(index)
 
 

@@ -50,7 +50,7 @@ def open_npu(index: int) -> NpuDevice:
         index: among those that ASCEND_RT_VISIBLE_DEVICES leaves.
 
     Raises:
-        DeviceMissing: torch_npu, an NPU, CANN or libascendcl is not there.
+        DeviceMissing: torch_npu, an NPU, CANN or libascendcl is not there, or the NPU cannot be opened.
         NativeOpMissing: the operator package is not.
     """
     try:
@@ -61,22 +61,29 @@ def open_npu(index: int) -> NpuDevice:
             "what can be tried without an NPU is in make sim-test"
         ) from None
     module: Any = torch.get_device_module("npu")
-    count = module.device_count() if module.is_available() else 0
-    if index >= count:
+    try:
+        count = module.device_count() if module.is_available() else 0
+        if index >= count:
+            raise DeviceMissing(
+                f"NPU {index}: torch_npu sees {count}; look at npu-smi info, /dev/davinci* and {_VISIBLE}"
+            )
+        module.set_device(index)
+        name = str(module.get_device_name(index))
+    except RuntimeError as error:  # torch_npu's own, of whatever the driver said
+        text = " ".join(str(error).split())
         raise DeviceMissing(
-            f"NPU {index}: torch_npu sees {count}; look at npu-smi info, /dev/davinci* and ASCEND_RT_VISIBLE_DEVICES"
-        )
-    module.set_device(index)
+            f"NPU {index} cannot be opened: {text}; look at npu-smi info: whether it is well, and who holds it"
+        ) from None
     load_operators()
-    return NpuDevice(index, module, AclRuntime.open())
+    return NpuDevice(index, name, module, AclRuntime.open())
 
 
 class NpuDevice(TorchDevice):
     """One NPU."""
 
-    def __init__(self, index: int, module: Any, runtime: AclRuntime) -> None:
-        name = f"NPU {index}, {module.get_device_name(index)}"
-        super().__init__(torch.device("npu", index), name, engine_needs(index, child_environment()))
+    def __init__(self, index: int, name: str, module: Any, runtime: AclRuntime) -> None:
+        needs = engine_needs(index, child_environment())
+        super().__init__(torch.device("npu", index), f"NPU {index}, {name}", needs)
         self._module, self._runtime = module, runtime
 
     def finish(self) -> None:
