@@ -167,3 +167,11 @@ def test_ranks_with_a_pool_each_are_refused_before_anything_is_opened() -> None:
     worker._pool = object()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2 with a host pool for each rank"):
         worker.register({})
+
+
+def test_the_name_that_rank_0_drew_counts_on_all_ranks_and_no_other_engine_draws_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len({ranks.drawn_name(1) for _ in range(8)}) == 8
+    monkeypatch.setattr(ranks, "exchange", lambda mine, size: ("drawn by rank 0", mine))
+    assert ranks.drawn_name(2) == "drawn by rank 0"

@@ -6,6 +6,7 @@ Asks vLLM's own process groups, which exist before caches are registered. Worker
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING
 
 from tidal_connector.errors import ConfigError
@@ -42,6 +43,14 @@ def exchange(address: str, size: int) -> tuple[str, ...]:
     all_of_them = [torch.empty_like(mine) for _ in range(size)]
     torch.distributed.all_gather(all_of_them, mine, group=get_tp_group().cpu_group)
     return tuple(_unpacked(each) for each in all_of_them)
+
+
+def drawn_name(size: int) -> str:
+    """Return a name that rank 0 has drawn by lot, so that no other engine of the machine has it. Every rank calls it.
+
+    vLLM's own id of an instance has five digits, which two engines may share.
+    """
+    return exchange(uuid.uuid4().hex, size)[0]
 
 
 def _packed(address: str) -> torch.Tensor:

@@ -30,7 +30,7 @@ from tidal_connector.vllm_plugin.ascend.platform import TOP_K
 from tidal_connector.vllm_plugin.ascend.pool import HostPool, open_pool
 from tidal_connector.vllm_plugin.ascend.selection import EngineSelection
 from tidal_connector.vllm_plugin.offload_plan import quarters
-from tidal_connector.vllm_plugin.ranks import tensor_rank
+from tidal_connector.vllm_plugin.ranks import drawn_name, tensor_rank
 from tidal_connector.vllm_plugin.translate import layer_index
 
 if TYPE_CHECKING:
@@ -101,12 +101,10 @@ class TidalNpuModelRunner(NPUModelRunner):
         return config
 
     def _open_pool(self, config: TidalConfig, length: int, cuts: Sequence[int]) -> HostPool:
-        parallel = self.vllm_config.parallel_config
-        ranks, share = parallel.tensor_parallel_size, None
+        ranks, share = self.vllm_config.parallel_config.tensor_parallel_size, None
         if ranks > 1:
-            # All ranks of an engine got one configuration, made at its start.
-            name = f"{self.vllm_config.instance_id}-{parallel.data_parallel_rank}"
-            share = Share(name, tensor_rank(ranks), ranks, f"{len(cuts)} parts, the last at {max(cuts)}")
+            parts = f"{len(cuts)} parts, the last at {max(cuts)}"
+            share = Share(drawn_name(ranks), tensor_rank(ranks), ranks, parts)
         return open_pool(length, config.pool, self.device, cuts, share, quarters(length))
 
     def initialize_kv_cache_tensors(  # type: ignore[override]  # NPUModelRunner's own differs from its base, too

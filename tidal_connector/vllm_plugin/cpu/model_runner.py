@@ -23,7 +23,7 @@ from tidal_connector.vllm_plugin.cpu import offload
 from tidal_connector.vllm_plugin.cpu.kv_allocation import KvPlacement, allocate
 from tidal_connector.vllm_plugin.offload_plan import quarters
 from tidal_connector.vllm_plugin.patching import replaced
-from tidal_connector.vllm_plugin.ranks import tensor_rank
+from tidal_connector.vllm_plugin.ranks import drawn_name, tensor_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,13 +92,10 @@ class TidalCpuModelRunner(CPUModelRunner):
 
         What they decode, each of them writes there: the same bytes, since latents are not divided among ranks.
         """
-        parallel = self.vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
         if ranks == 1:
             return open_region(length, config.pool, quarters(length))
-        # All ranks of an engine got one configuration, made at its start.
-        name = f"{self.vllm_config.instance_id}-{parallel.data_parallel_rank}"
-        share = Share(name, tensor_rank(ranks), ranks, fingerprint=f"{length} bytes")
+        share = Share(drawn_name(ranks), tensor_rank(ranks), ranks, fingerprint=f"{length} bytes")
         return open_shared(length, config.pool, share, quarters(length))
 
     def _hand_over(self, config: TidalConfig, memory: MemoryPlan, placement: KvPlacement) -> None:
