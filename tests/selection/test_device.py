@@ -10,7 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.selection.device_world import PAGE, World  # noqa: E402 - after torch is known to be there
+import numpy as np  # noqa: E402 - after torch is known to be there
+
+from tests.selection.device_world import PAGE, World  # noqa: E402
 from tidal_connector.errors import PoolExhausted  # noqa: E402
 from tidal_connector.ops.npu.library import gather_miss_rows  # noqa: E402
 from tidal_connector.selection.device import DeviceSelection, DeviceSizes  # noqa: E402
@@ -62,6 +64,24 @@ def test_rows_written_past_a_seat_without_a_word_are_noticed() -> None:
 
     with pytest.raises(AssertionError, match="holds another row"):
         rewrite_drafts()
+
+
+def test_what_was_said_of_rows_past_a_seat_holds_although_the_pass_it_was_said_to_never_ran() -> None:
+    world = World(ALONE, queries=3)
+    world.join()
+    (tenant,) = world.tenants
+    tenant.length = 100
+    world.stamps(tenant, 0, 100)
+    for layer in range(world.layers):
+        world.write(tenant, layer, 0, 100)
+    world.select = lambda _, count: np.array([[99, *[-1] * 8]] * count, np.int32)  # type: ignore[method-assign]
+    world.run_pass([tenant], [3], 1)
+    tenant.length -= 2  # two drafts are rejected, and a step on the pool alone writes their positions anew
+    world.stock_step(tenant, 3)
+    world.selection.begin([tenant.name], [1], padded_requests=1, most_queries=3)
+    world.select = lambda *_: np.array([[99, 100, 101, 102, *[-1] * 5]], np.int32)  # type: ignore[method-assign]
+    world.run_pass([tenant], [1], 1)
+    assert world.selection.counts.tolist() == [[2, 2, 0]] * 3  # 99 and 100 are as they were
 
 
 def test_a_request_that_comes_back_after_another_had_its_seat_finds_it_empty() -> None:

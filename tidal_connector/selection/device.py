@@ -18,7 +18,7 @@ import torch
 from tidal_connector.ops.npu.library import gather_miss_rows
 from tidal_connector.ops.npu.resolve import Pass, prepare, resolve
 from tidal_connector.ops.npu.staging import BatchStaging, StagedRequest
-from tidal_connector.ops.npu.state import DeviceBatch, DeviceResolved, DeviceSlotState
+from tidal_connector.ops.npu.state import FOREVER, POSITIONS, DeviceBatch, DeviceResolved, DeviceSlotState
 from tidal_connector.ops.npu.stream import SideStream
 from tidal_connector.selection.device_seats import DeviceSeats
 from tidal_connector.selection.device_types import PAGE_SLOTS, ArenaView, DeviceSizes, LatentPool
@@ -153,10 +153,21 @@ class DeviceSelection:
         self._staging.fill(staged, min(padded_requests, sizes.seats), most_queries)
         first_page = self._batch.seat.clamp(min=0).unsqueeze(1) * self._pages.shape[0]
         self._block_table[: sizes.seats].copy_(first_page + self._pages)
+        if any(sitting.stable < FOREVER for sitting in sittings):
+            self._forget_beyond_stable()
         for request in requests:
             self.seats.served(request)
         self._step = _Step(len(staged), sum(queries), padded_requests)
         self._passing = list(requests)
+
+    def _forget_beyond_stable(self) -> None:
+        """Empty the slots of rows that were written past their seats, now: who knows whether the pass will run."""
+        batch = self._batch
+        home = torch.where(batch.seat < 0, batch.seats, batch.seat).long()
+        stable = torch.full_like(batch.owners, FOREVER).index_copy_(0, home, batch.stable)
+        stable = stable.clamp_(max=POSITIONS).float().unsqueeze(1)
+        for state in self._states:
+            state.positions.masked_fill_(state.positions >= stable, POSITIONS)
 
     def _end_pass(self) -> None:
         """Void the seats of a pass that failed between two layers: their groups no longer agree."""
