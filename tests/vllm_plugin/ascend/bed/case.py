@@ -39,6 +39,7 @@ class Case:
         queries: new tokens per request and decode step (more than one with speculative decoding).
         chunk: most tokens of a prompt in one step; 0 for all.
         padding: requests of padding in a decode step, as a captured graph has them.
+        quantised: index keys are int8 with float16 scales (``enable_sparse_li_c8``); takes bfloat16.
     """
 
     contexts: tuple[int, ...]
@@ -47,6 +48,7 @@ class Case:
     queries: int = 1
     chunk: int = 0
     padding: int = 0
+    quantised: bool = False
     dtype: torch.dtype = torch.float16
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
@@ -132,8 +134,12 @@ class Bed:
             self.block_table[request, : len(pages)] = pages
 
     def _plain_cache(self, layer: int, blocks: int) -> Cache:
-        widths = (LATENT, ROPE) if self.case.layers[layer] == "shared" else (LATENT, ROPE, INDEX)
-        return tuple(torch.zeros(blocks, BLOCK, 1, width, dtype=self.case.dtype) for width in widths)
+        kinds = [(LATENT, self.case.dtype), (ROPE, self.case.dtype)]
+        if self.case.layers[layer] == "own" and self.case.quantised:
+            kinds += [(INDEX, torch.int8), (1, torch.float16)]
+        elif self.case.layers[layer] == "own":
+            kinds += [(INDEX, self.case.dtype)]
+        return tuple(torch.zeros(blocks, BLOCK, 1, width, dtype=dtype) for width, dtype in kinds)
 
     def slots(self, request: int, first: int, tokens: int) -> torch.Tensor:
         """Return the cache rows of positions ``first .. first + tokens`` of a request."""
@@ -245,6 +251,7 @@ def bed(
 ) -> Iterator[Bed]:
     """Open a bed: ``kind`` is the implementation's class, ``allocate`` where its caches come from."""
     requests = len(case.contexts) + case.padding
+    engine_settings.setdefault("additional", {"enable_sparse_li_c8": case.quantised})
     with engine(case.shape, case.layers, case.dtype, case.longest, requests, **engine_settings) as config:
         yield Bed(case, config, kind, builder, allocate)
 

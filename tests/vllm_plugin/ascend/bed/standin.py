@@ -4,6 +4,10 @@
 Every tensor stays in ordinary memory. An operator is either a reference in ``operators/`` or refuses by name when it
 is called. vllm-ascend's own operators get the schemas that its C++ source declares, so a call with an argument that
 the real operator does not take fails here, too. Call :func:`install` before anything imports vLLM.
+
+What a bed like this cannot see: the Triton kernel that rotates index keys on a chip (vllm-ascend's branch without
+Triton runs), the fused preprocessing of W8A8 weights, the packed int8 latents of SFA-C8, graph capture, time, and
+the order of streams.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ TORCH_NPU: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rows.rotary_mul,
     "npu_rms_norm": rows.rms_norm,
     "npu_scatter_nd_update_": rows.scatter_nd_update_,
+    "npu_dynamic_quant": rows.dynamic_quant,
     "npu_format_cast": matrices.format_cast,
     "npu_transpose_batchmatmul": matrices.transpose_batchmatmul,
     "npu_lightning_indexer": attention.lightning_indexer,
@@ -41,6 +46,7 @@ TORCH_NPU: dict[str, Callable[..., Any]] = {
 C_ASCEND: dict[str, Callable[..., Any]] = {
     "npu_sparse_flash_attention": attention.sparse_flash_attention,
     "npu_lightning_indexer": attention.lightning_indexer,
+    "npu_lightning_indexer_quant": attention.lightning_indexer_quant,
     "batch_matmul_transpose": matrices.batch_matmul_transpose,
 }
 
@@ -48,8 +54,13 @@ C_ASCEND: dict[str, Callable[..., Any]] = {
 LIBRARIES = ("scipy", "gguf", "torchvision")
 """What vLLM 0.23 and vllm-ascend import at the top of modules that the bed uses, for features that it does not."""
 
-# Called while modules are imported.
-MEMBERS = {"scipy": {"stats": SimpleNamespace(norm=SimpleNamespace(ppf=NormalDist().inv_cdf))}}
+MEMBERS = {
+    "scipy": {
+        "stats": SimpleNamespace(norm=SimpleNamespace(ppf=NormalDist().inv_cdf)),  # called by an import
+        "linalg": SimpleNamespace(hadamard=matrices.hadamard),
+    }
+}
+"""The little of them that is called."""
 
 
 class NotInBed(NotImplementedError):

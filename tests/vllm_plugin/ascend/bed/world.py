@@ -25,13 +25,15 @@ from vllm_ascend.attention import utils as attention_utils
 from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
 from vllm_ascend.ops import rotary_embedding
 
+from tests.vllm_plugin.ascend.bed.device import OnCpu
+
 LATENT, ROPE, INDEX, BLOCK, TOP_K = 512, 64, 128, 128, 2048
 """DeepSeek-V3.2: elements of a latent, its rope and an index key; tokens per block; tokens that attention selects."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What may be smaller than in V3.2 without any operator noticing."""
+    """A model of the family, smaller than V3.2 where no operator can tell; ``model_type`` as in its config.json."""
 
     hidden: int = 96
     heads: int = 2
@@ -40,12 +42,13 @@ class Shape:
     nope: int = 128
     value: int = 128
     theta: float = 10_000.0
+    model_type: str = "deepseek_v32"
 
 
 def model_config(shape: Shape, layers: tuple[str, ...], dtype: torch.dtype, longest: int) -> Any:
     """Build what attention reads of a model's config; ``layers`` holds ``own`` or ``shared`` for each."""
     hf = PretrainedConfig(
-        model_type="deepseek_v32",
+        model_type=shape.model_type,
         architectures=["DeepseekV32ForCausalLM"],
         hidden_size=shape.hidden,
         num_hidden_layers=len(layers),
@@ -103,7 +106,7 @@ def engine(
     config.scheduler_config.max_num_seqs = requests
     config.scheduler_config.max_num_batched_tokens = longest
     _forget()
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), OnCpu():
         settings = ascend_config.init_ascend_config(config)
         _join_groups(config)
         utils.set_weight_prefetch_method(settings.weight_prefetch_config)

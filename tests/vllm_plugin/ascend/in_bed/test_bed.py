@@ -17,9 +17,11 @@ from tests.vllm_plugin.ascend.bed import dense
 from tests.vllm_plugin.ascend.bed.case import Case, Run, bed, run_case
 from tests.vllm_plugin.ascend.bed.operators import attention
 from tests.vllm_plugin.ascend.bed.operators.rules import OperatorMisuse
-from tests.vllm_plugin.ascend.bed.world import TOP_K
+from tests.vllm_plugin.ascend.bed.world import TOP_K, Shape
 
 SHORT = Case(contexts=(300, 40), steps=3)
+GLM = Case(contexts=(150, 40), steps=2, layers=("own", "shared"), shape=Shape(model_type="glm_moe_dsa"))
+QUANTISED = Case(contexts=(2300,), steps=2, dtype=torch.bfloat16, quantised=True)
 
 
 def worst(run: Run, steps: slice = slice(None)) -> dense.Difference:
@@ -37,6 +39,8 @@ def worst(run: Run, steps: slice = slice(None)) -> dense.Difference:
             Case(contexts=(300, 150, 40), steps=3, layers=("own", "shared", "own")), 0.005, id="shared-selection"
         ),
         pytest.param(Case(contexts=(300, 40), steps=3, queries=2, padding=2), 0.005, id="two-queries-and-padding"),
+        pytest.param(GLM, 0.005, id="glm"),
+        pytest.param(QUANTISED, 0.03, id="int8-index-keys"),
     ],
 )
 def test_the_stock_backend_equals_dense_attention_over_what_it_selected(case: Case, tolerance: float) -> None:
@@ -63,6 +67,17 @@ def test_beyond_top_k_the_best_tokens_are_selected() -> None:
             assert taken.sum() == TOP_K * tokens
             # Ranks next to the limit may swap where float16 cannot tell them apart.
             assert scores[taken].min() > scores[~taken].max() - 0.01 * scores.std()
+
+
+def test_int8_index_keys_select_nearly_the_same_tokens() -> None:
+    run = run_case(AscendSFAImpl, QUANTISED)
+    step = run.steps[-1]
+    ((request, first, tokens),) = step.requests
+    for layer, selected in enumerate(step.selected):
+        hidden = run.inputs(layer, request)[: first + tokens]
+        scores = dense.index_scores(run.weights[layer], run.case.shape, hidden, range(first, first + tokens))
+        best = set(scores[0].topk(TOP_K).indices.tolist())
+        assert len(best & set(selected[0].tolist())) > 0.97 * TOP_K
 
 
 def test_one_wrong_row_is_seen() -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two operators of sparse attention in plain torch: which tokens matter, and attention over those alone.
+"""The operators of sparse attention in plain torch: which tokens matter, and attention over those alone.
 
 Both read paged caches through a block table. What a kernel leaves undefined (rows of padding) is NaN here, so that
 whoever relies on it is seen.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,6 +16,7 @@ from tests.vllm_plugin.ascend.bed.operators.rules import HALVES, need, need_tens
 
 _SFA = "npu_sparse_flash_attention"
 _LI = "npu_lightning_indexer"
+_LIQ = "npu_lightning_indexer_quant"
 _CHUNK = 512  # queries at a time: 512 x 4500 scores per head fit into a cache
 
 
@@ -134,20 +137,67 @@ def lightning_indexer(
     need_tensor(_LI, "key", key, (None, None, 1, 128), (query.dtype,), contiguous=True)
     need_tensor(_LI, "weights", weights, (tokens, heads), (query.dtype, torch.float32))
 
-    indices = torch.full((tokens, 1, sparse_count), -1, dtype=torch.int32)
-    for span in spans(_LI, tokens, key, block_table, actual_seq_lengths_query, actual_seq_lengths_key):
-        keys = span.rows(key)
+    def scores(rows: slice, span: Span) -> torch.Tensor:
+        return _index_scores(query[rows], weights[rows], span.rows(key))
+
+    found = spans(_LI, tokens, key, block_table, actual_seq_lengths_query, actual_seq_lengths_key)
+    return _best(scores, found, tokens, sparse_count, sparse_mode), torch.empty(0, dtype=query.dtype)
+
+
+def lightning_indexer_quant(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    query_dequant_scale: torch.Tensor,
+    key_dequant_scale: torch.Tensor,
+    *,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_key: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    query_quant_mode: int = 0,
+    key_quant_mode: int = 0,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> torch.Tensor:
+    """Do the same with int8 queries and keys; scales are float16, [T, N] and [blocks, block size, 1]."""
+    need_defaults(_LIQ, layout_query, layout_key, FOREVER, FOREVER)
+    need(sparse_mode in (0, 3), _LIQ, "sparse_mode has to be 0 or 3", sparse_mode)
+    need(query_quant_mode == key_quant_mode == 0, _LIQ, "the quantisation modes have to be 0")
+    need(1 <= sparse_count <= 2048, _LIQ, "sparse_count has to be 1 to 2048", sparse_count)
+    need_tensor(_LIQ, "query", query, (None, None, 128), (torch.int8,))
+    tokens, heads = query.shape[:2]
+    need(heads <= 64, _LIQ, "the number of heads has to be 1 to 64", heads)
+    need_tensor(_LIQ, "key", key, (None, None, 1, 128), (torch.int8,), contiguous=True)
+    half = (torch.float16,)
+    need_tensor(_LIQ, "weights", weights, (tokens, heads), half)
+    need_tensor(_LIQ, "query_dequant_scale", query_dequant_scale, (tokens, heads), half)
+    scales = need_tensor(_LIQ, "key_dequant_scale", key_dequant_scale, tuple(key.shape[:3]), half, contiguous=True)
+
+    def scores(rows: slice, span: Span) -> torch.Tensor:
+        plain = _index_scores(query[rows], weights[rows].float() * query_dequant_scale[rows].float(), span.rows(key))
+        return plain * span.rows(scales[..., None])[:, 0]
+
+    found = spans(_LIQ, tokens, key, block_table, actual_seq_lengths_query, actual_seq_lengths_key)
+    return _best(scores, found, tokens, sparse_count, sparse_mode)
+
+
+def _best(
+    scores_of: Callable[[slice, Span], torch.Tensor], found: Iterator[Span], tokens: int, count: int, sparse_mode: int
+) -> torch.Tensor:
+    """Name the ``count`` positions with the highest scores of each query, within what it may see."""
+    indices = torch.full((tokens, 1, count), -1, dtype=torch.int32)
+    for span in found:
         limits = span.limits(sparse_mode)
+        width = min(count, span.keys)
         for first in range(span.first, span.last, _CHUNK):
-            last = min(first + _CHUNK, span.last)
-            scores = _index_scores(query[first:last], weights[first:last], keys)
-            ends = limits[first - span.first : last - span.first]
-            scores.masked_fill_(torch.arange(span.keys) >= ends[:, None], float("-inf"))
-            width = min(sparse_count, span.keys)
+            rows = slice(first, min(first + _CHUNK, span.last))
+            ends = limits[rows.start - span.first : rows.stop - span.first, None]
+            scores = scores_of(rows, span).masked_fill_(torch.arange(span.keys) >= ends, float("-inf"))
             order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :width]
-            empty = torch.arange(width) >= ends[:, None]
-            indices[first:last, 0, :width] = order.masked_fill(empty, -1).int()
-    return indices, torch.empty(0, dtype=query.dtype)
+            indices[rows, 0, :width] = order.masked_fill(torch.arange(width) >= ends, -1).int()
+    return indices
 
 
 def _index_scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -58,3 +58,8 @@ def transpose_batchmatmul(
     fits = left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
     need(fits, _TBMM, "batches and inner sizes have to agree", (left.shape, right.shape))
     return torch.bmm(left.float(), right.float()).to(x.dtype).permute(*perm_y).contiguous()
+
+
+def hadamard(size: int) -> list[list[int]]:
+    """Return the Hadamard matrix of a power of two."""
+    return [[1 - 2 * ((row & column).bit_count() % 2) for column in range(size)] for row in range(size)]

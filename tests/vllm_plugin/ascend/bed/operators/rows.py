@@ -106,3 +106,13 @@ def scatter_nd_update_(target: torch.Tensor, indices: torch.Tensor, updates: tor
     need_tensor(_SCATTER, "updates", updates, (indices.shape[0], target.shape[1]), (target.dtype,))
     _write(_SCATTER, target, indices[:, 0], updates)
     return target
+
+
+def dynamic_quant(x: torch.Tensor, *, dst_type: torch.dtype = torch.int8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row [T, D] to int8 by its largest element; return the rows and their scales [T], float32."""
+    name = "npu_dynamic_quant"
+    need(dst_type == torch.int8, name, "the bed knows dst_type int8 only", dst_type)
+    need_tensor(name, "input", x, (None, None), HALVES)
+    scale = x.float().abs().amax(dim=-1) / 127
+    rounded = (x.float() / scale.clamp(min=1e-12)[:, None]).round()
+    return rounded.clamp(-127, 127).to(torch.int8), scale
