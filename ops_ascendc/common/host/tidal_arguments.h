@@ -9,7 +9,8 @@
 #include <string>
 #include <vector>
 
-namespace tidal::host {
+namespace tidal {
+namespace host {
 
 enum class Element { kHalf, kBfloat16, kInt8, kInt32, kOther };
 
@@ -28,7 +29,7 @@ struct Platform {
 // How to start a kernel.
 template <typename Tiling>
 struct Launch {
-  Tiling tiling{};
+  Tiling tiling = Tiling();
   uint64_t key = 0;
   int64_t cores = 1;
   int64_t workspace = 0;  // bytes, the system's included
@@ -60,4 +61,5 @@ inline std::string CheckInt32(const Argument& argument) {
 inline int64_t Divided(int64_t amount, int64_t unit) { return (amount + unit - 1) / unit; }
 inline int64_t RoundedUp(int64_t amount, int64_t unit) { return Divided(amount, unit) * unit; }
 
-}  // namespace tidal::host
+}  // namespace host
+}  // namespace tidal

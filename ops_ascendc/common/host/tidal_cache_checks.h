@@ -10,7 +10,8 @@
 #include "tidal_arguments.h"
 #include "tidal_copy_tiling.h"
 
-namespace tidal::host {
+namespace tidal {
+namespace host {
 
 constexpr int64_t kMostKvElements = 656;
 constexpr int64_t kMostRopeElements = 64;
@@ -103,7 +104,8 @@ inline std::string TileCopies(const Caches& caches, int64_t block, const Platfor
 
 // As many cores as there are pieces, if the platform has them.
 inline int64_t CoresFor(int64_t entries, const CopyTiling& tiling, const Platform& platform) {
-  return std::clamp<int64_t>(entries * tiling.pieces, 1, std::max<int64_t>(platform.cores, 1));
+  return std::max<int64_t>(std::min(entries * tiling.pieces, platform.cores), 1);
 }
 
-}  // namespace tidal::host
+}  // namespace host
+}  // namespace tidal

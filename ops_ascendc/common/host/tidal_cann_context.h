@@ -13,7 +13,8 @@
 #include "tidal_arguments.h"
 #include "tiling/platform/platform_ascendc.h"
 
-namespace tidal::host {
+namespace tidal {
+namespace host {
 
 constexpr uint32_t kBatchSchedule =
     1;  // all cores of a launch start together; without it SyncAll may wait for ever
@@ -80,4 +81,5 @@ ge::graphStatus Start(gert::TilingContext& context, const char* op, const Launch
   return ge::GRAPH_SUCCESS;
 }
 
-}  // namespace tidal::host
+}  // namespace host
+}  // namespace tidal

@@ -8,7 +8,8 @@
 #include "tidal_cache_checks.h"
 #include "tidal_miss_tiling.h"
 
-namespace tidal::host {
+namespace tidal {
+namespace host {
 
 struct MissArguments {
   Caches caches;
@@ -20,9 +21,11 @@ struct MissArguments {
 // Returns an empty text and fills in `launch`, or returns what is wrong.
 inline std::string TileMisses(const MissArguments& given, const Platform& platform,
                               Launch<MissTiling>& launch) {
-  if (const std::string error = CheckCaches(given.caches); !error.empty()) return error;
+  std::string error = CheckCaches(given.caches);
+  if (!error.empty()) return error;
   for (const Argument* each : {&given.rows, &given.slots, &given.count}) {
-    if (const std::string error = CheckInt32(*each); !error.empty()) return error;
+    error = CheckInt32(*each);
+    if (!error.empty()) return error;
   }
   if (given.rows.dims.size() != 2) return ShapeError(given.rows, "[rows, entries]");
   if (given.slots.dims != given.rows.dims) {
@@ -34,11 +37,12 @@ inline std::string TileMisses(const MissArguments& given, const Platform& platfo
   MissTiling& tiling = launch.tiling;
   tiling.rows = given.rows.dims[0];
   tiling.pitch = given.rows.dims[1];
-  if (const std::string error = TileCopies(given.caches, 1, platform, 0, tiling.copy); !error.empty())
-    return error;
+  error = TileCopies(given.caches, 1, platform, 0, tiling.copy);
+  if (!error.empty()) return error;
   launch.cores = CoresFor(tiling.rows * tiling.pitch, tiling.copy, platform);
   launch.workspace = platform.system_workspace;
   return "";
 }
 
-}  // namespace tidal::host
+}  // namespace host
+}  // namespace tidal

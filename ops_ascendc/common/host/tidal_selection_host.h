@@ -9,7 +9,8 @@
 #include "tidal_cache_checks.h"
 #include "tidal_selection_tiling.h"
 
-namespace tidal::host {
+namespace tidal {
+namespace host {
 
 constexpr int64_t kDefaultBlock = 64;
 constexpr int64_t kMostIds = 2048;
@@ -76,10 +77,12 @@ inline std::string CheckBatch(const SelectionArguments& given, int64_t block, Ba
 }
 
 inline std::string CheckSelection(const SelectionArguments& given, int64_t block, Batch& batch) {
-  if (const std::string error = CheckCaches(given.caches); !error.empty()) return error;
+  std::string error = CheckCaches(given.caches);
+  if (!error.empty()) return error;
   for (const Argument* each : {&given.selection_table, &given.status, &given.ids, &given.full_table,
                                &given.full_lengths, &given.query_lengths, &given.actual}) {
-    if (const std::string error = CheckInt32(*each); !error.empty()) return error;
+    error = CheckInt32(*each);
+    if (!error.empty()) return error;
   }
   for (const Argument* kv : {&given.caches.selection_kv, &given.caches.full_kv}) {
     if (kv->dims[1] % block != 0) {
@@ -87,7 +90,8 @@ inline std::string CheckSelection(const SelectionArguments& given, int64_t block
                                  " tokens (selection_topk_block_size)");
     }
   }
-  if (const std::string error = CheckBatch(given, block, batch); !error.empty()) return error;
+  error = CheckBatch(given, block, batch);
+  if (!error.empty()) return error;
   const Argument& table = given.selection_table;
   const Argument& kv = given.caches.selection_kv;
   const int64_t rows = batch.requests * batch.queries;
@@ -168,7 +172,8 @@ inline std::string TileSelection(const SelectionArguments& given, const Platform
                                  Launch<SelectionTiling>& launch) {
   const int64_t block = given.block < 1 ? kDefaultBlock : given.block;
   Batch batch;
-  if (const std::string error = CheckSelection(given, block, batch); !error.empty()) return error;
+  std::string error = CheckSelection(given, block, batch);
+  if (!error.empty()) return error;
   const bool by_blocks = batch.topk <= kMostBlocks;
   SelectionTiling& tiling = launch.tiling;
   tiling.queries = std::max<int64_t>(batch.queries, 1);
@@ -190,14 +195,13 @@ inline std::string TileSelection(const SelectionArguments& given, const Platform
   tiling.areas = AreasOf(tiling, by_blocks);
   tiling.store = StoreOf(tiling, by_blocks);
   const int64_t taken = tiling.areas.bytes + tiling.store.status_pitch * 4 + kUbBlock;
-  if (const std::string error = TileCopies(given.caches, block, platform, taken, tiling.copy);
-      !error.empty()) {
-    return error;
-  }
+  error = TileCopies(given.caches, block, platform, taken, tiling.copy);
+  if (!error.empty()) return error;
   launch.key = by_blocks ? kKeyBlocks : kKeyTokens;
   launch.cores = CoresFor(tiling.rows * batch.topk, tiling.copy, platform);
   launch.workspace = platform.system_workspace + tiling.store.bytes;
   return "";
 }
 
-}  // namespace tidal::host
+}  // namespace host
+}  // namespace tidal
