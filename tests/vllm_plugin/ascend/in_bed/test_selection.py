@@ -14,6 +14,7 @@ import torch
 from vllm_ascend.attention import sfa_v1
 from vllm_ascend.attention.attention_v1 import AscendAttentionState
 from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
+from vllm_ascend.device.device_op import DeviceOperator
 
 from tests.vllm_plugin.ascend.bed.case import Bed, Case, Run, bed, run_case
 from tests.vllm_plugin.ascend.bed.dense import differences
@@ -167,6 +168,21 @@ def test_rows_are_announced_before_the_selection_and_the_query_is_projected_whil
         done.clear()
         opened.step([(0, 2)], MIXED)
         assert done == ["project", "written 0", "project", "written 1"]
+
+
+def test_attention_takes_slots_as_they_are_up_to_the_last_one_of_a_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the causal mode the kernel would take slots for positions, which shows only in seats that are full."""
+    attend, seen = DeviceOperator.execute_sparse_flash_attention_process, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append((kwargs.get("sparse_mode"), args[-1].tolist()))
+        return attend(*args, **kwargs)
+
+    with patched_bed(SHORT) as opened:
+        opened.prefill()
+        monkeypatch.setattr(DeviceOperator, "execute_sparse_flash_attention_process", watched)
+        opened.decode()
+    assert seen == [(0, [2176, 2176])] * 2
 
 
 def test_a_pass_of_padding_alone_changes_nothing() -> None:
