@@ -73,6 +73,8 @@ class BedFile(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         for node in ast.parse(self.path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                raise self.CollectError(f"{self.path.name}: {node.name}: tests of this folder are functions")
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 item = BedItem.from_parent(self, name=node.name)
                 item.add_marker(pytest.mark.contract)
