@@ -2,11 +2,17 @@
 // The operator GatherSelectionKvCache on the vector cores of A2 and A3.
 //
 // Plan: the leader of a row (core row % cores) decides which slot each id gets, and lists what has to be
-// copied. Copy: every core takes an equal part of all lists, whatever the number of rows; only misses are
-// read from the pool. Commit: the leader writes the row's status and its number of tokens. One barrier stands
-// behind the plans. Everything that can be wrong with the arguments stops the kernel before it, so that then
-// neither cache nor status has changed. No barrier stands before the commit: a status is its leader's own.
-// full_q_actual_seq and the outputs that alias inputs are not looked at.
+// copied.
+//
+// Copy: every core takes an equal part of all lists, whatever the number of rows. Only misses are read from
+// the pool.
+//
+// Commit: the leader writes the row's status and its number of tokens.
+//
+// One barrier stands behind the plans. Everything that can be wrong with the arguments stops the kernel
+// before it, so that then neither cache nor status has changed. No barrier stands before the commit: a status
+// is read and written by its leader alone, so that one would cost every layer of every step and order
+// nothing. full_q_actual_seq and the outputs that alias inputs are not looked at.
 
 #include "tidal_row_commit.h"
 #include "tidal_row_lists.h"

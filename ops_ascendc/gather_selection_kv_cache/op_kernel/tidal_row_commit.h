@@ -47,8 +47,7 @@ class RowCommit {
     word_.SetValue(0, held);
     Handshake<AscendC::HardEvent::S_MTE3>();
     WriteArray(actual_[row], word_, 1);
-    Handshake<AscendC::HardEvent::MTE3_S>();  // the next row's words, and its status, come where these are
-                                              // read
+    Handshake<AscendC::HardEvent::MTE3_S>();  // the next row's come where these are read
   }
 
  private:
