@@ -197,11 +197,27 @@ def test_memory_that_another_rank_cannot_map_fails_all(opening: Opening, monkeyp
             each.result(10)
 
 
-def test_a_name_that_is_in_use(opening: Opening, name: str) -> None:
-    first = opening(0, wait_s=5)
+def test_who_says_nothing_keeps_no_rank_waiting(opening: Opening, name: str) -> None:
+    first = opening(0)
     connected(name).close()  # comes and goes without a word
-    with pytest.raises(PeerLost, match="a rank has ended before every rank had the pool"):
-        first.result(10)
+    silent = connected(name)
+    second = opening(1)
+    assert first.result(5).length == second.result(5).length == 4 * MIB
+    assert silent.recv(1) == b""
+    silent.close()
+
+
+def test_a_rank_that_ends_is_seen_although_another_says_nothing(opening: Opening, name: str) -> None:
+    first = opening(0, 3)
+    silent, second = connected(name), connected(name)
+    send(second, Hello(1, 1, 3, 4 * MIB, "f"), "rank 0")
+    second.close()
+    with pytest.raises(PeerLost, match="rank 1 has ended"):
+        first.result(5)
+    silent.close()
+
+
+def test_a_name_that_is_in_use(opening: Opening, name: str) -> None:
     waiting = opening(0, 3, wait_s=1)
     time.sleep(0.2)
     with pytest.raises(Conflict, match="another process hands it on already"):

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tidal_connector.errors import Conflict, PeerLost, PoolExhausted, ProtocolError, TidalError
+from tidal_connector.log import get_logger
 from tidal_connector.memory.shared_wire import (
     MOST_FILES,
     Deadline,
@@ -38,6 +39,8 @@ from tidal_connector.memory.shared_wire import (
     send,
     user_of,
 )
+
+_log = get_logger(__name__)
 
 _RETRY_S = 0.05
 _LINGER_S = 2.0  # for ranks that come after rank 0 has failed, so that they learn why
@@ -55,6 +58,7 @@ class Listener:
         self._expected = expected
         self._deadline = deadline
         self._peers: dict[int, socket.socket] = {}
+        self._strangers: set[socket.socket] = set()  # connected, and have not said who they are
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(address_of(name))
@@ -110,7 +114,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._socket.close()
-        for peer in self._peers.values():
+        for peer in (*self._peers.values(), *self._strangers):
             peer.close()
 
     def __enter__(self) -> Listener:
@@ -128,23 +132,39 @@ class Listener:
                 f"{self._deadline.wait_s:g} s; see the log of that rank"
             )
         for key, _ in ready:
-            if key.data is None:
-                self._greet(offer, descriptors, selector)
+            if key.fileobj is self._socket:
+                self._admit(selector)
+                continue
+            if isinstance(key.data, socket.socket):
+                self._greet(key.data, offer, descriptors, selector)
                 continue
             receive(self._peers[key.data], Mapped, f"rank {key.data}", self._deadline)
             missing.discard(key.data)
             selector.unregister(self._peers[key.data])
 
-    def _greet(self, offer: Offer, descriptors: list[int], selector: selectors.BaseSelector) -> None:
+    def _admit(self, selector: selectors.BaseSelector) -> None:
         connection, _ = self._socket.accept()
         if user_of(connection) != os.geteuid():
             connection.close()
             return
+        self._strangers.add(connection)
+        selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _greet(
+        self, connection: socket.socket, offer: Offer, descriptors: list[int], selector: selectors.BaseSelector
+    ) -> None:
+        """Hear who a connection is, once it has said something, and offer the pool; who only went is forgotten."""
+        selector.unregister(connection)
+        self._strangers.discard(connection)
         try:
             hello = receive(connection, Hello, "a rank", self._deadline)
             check(hello, self._expected)
             if hello.rank in self._peers or not 0 < hello.rank < self._expected.world:
                 raise Conflict(f"shared pool {self._name!r}: a second process calls itself rank {hello.rank}")
+        except PeerLost:
+            _log.warning("shared pool %r: a process connected and went without a word", self._name)
+            connection.close()
+            return
         except TidalError as error:
             with suppress(TidalError):
                 send(connection, Refusal.of(error), "a rank")
