@@ -14,30 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tidal_connector.ops.npu.arguments import GATHER_MISS_ROWS, GATHER_SELECTION_KV_CACHE
+
 Array = npt.NDArray[Any]
 
-SELECTION = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "selection_kv_block_table",
-    "selection_kv_block_status",
-    "selection_topk_indices",
-    "full_k_rope",
-    "full_kv_cache",
-    "full_kv_block_table",
-    "full_kv_actual_seq",
-    "full_q_actual_seq",
-    "selection_kv_actual_seq",
-)
-MISSES = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "full_k_rope",
-    "full_kv_cache",
-    "miss_rows",
-    "miss_slots",
-    "miss_count",
-)
+SELECTION = (*GATHER_SELECTION_KV_CACHE, "selection_kv_actual_seq")
 FLOAT16, BFLOAT16, INT8, INT32, OTHER = range(5)
 _ELEMENTS = {"uint16": FLOAT16, "float16": FLOAT16, "int16": BFLOAT16, "int8": INT8, "uint8": INT8, "int32": INT32}
 GARBAGE = -1431655766  # what an output that nobody wrote holds
@@ -145,7 +126,9 @@ class Kernels:
 
     def gather_miss_rows(self, *, elements: dict[str, int] | None = None, **arrays: Array) -> None:
         """Run the operator on its seven arguments by name; raises as the other one."""
-        self._run(MISSES, self._library.tidal_gather_miss_rows, _tensors(MISSES, arrays, elements or {}))
+        self._run(
+            GATHER_MISS_ROWS, self._library.tidal_gather_miss_rows, _tensors(GATHER_MISS_ROWS, arrays, elements or {})
+        )
 
     def _run(self, names: tuple[str, ...], call: Any, tensors: Any, *more: Any) -> None:
         machine = _Machine(

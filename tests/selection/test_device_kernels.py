@@ -12,20 +12,11 @@ torch = pytest.importorskip("torch")
 
 from tests.selection.device_world import World  # noqa: E402 - after torch is known to be there
 from tests.standins.aclnn import StandIns  # noqa: E402
+from tidal_connector.ops.npu.arguments import GATHER_MISS_ROWS  # noqa: E402
 from tidal_connector.ops.npu.calls import AscendOperators  # noqa: E402
 from tidal_connector.selection.groups import IndexGroup  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-
-ARGUMENTS = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "full_k_rope",
-    "full_kv_cache",
-    "miss_rows",
-    "miss_slots",
-    "miss_count",
-)
 
 
 @pytest.mark.parametrize("groups", [((0,), (1,)), ((0, 1, 2), (3,))], ids=["alone", "shared"])
@@ -34,7 +25,7 @@ def test_every_layer_reads_the_rows_that_the_kernel_brought(groups: tuple[tuple[
     operators = AscendOperators(libraries.library, lambda _device: 0x5EA)
 
     def gather(*tensors: Any) -> None:
-        operators.gather_miss_rows(dict(zip(ARGUMENTS, tensors, strict=True)))
+        operators.gather_miss_rows(dict(zip(GATHER_MISS_ROWS, tensors, strict=True)))
 
     world = World(
         tuple(IndexGroup(members) for members in groups), seed=2, queries=2, element=torch.bfloat16, gather=gather

@@ -15,33 +15,13 @@ from tests.standins.aclnn import StandIns, base_library, operator_library  # noq
 from tidal_connector.errors import DeviceFailed, DeviceMissing, NativeOpMissing  # noqa: E402
 from tidal_connector.ops.npu import aclnn  # noqa: E402
 from tidal_connector.ops.npu.aclnn import DataType, OperatorLibrary, TensorArgument, installed  # noqa: E402
+from tidal_connector.ops.npu.arguments import GATHER_MISS_ROWS, GATHER_SELECTION_KV_CACHE  # noqa: E402
 from tidal_connector.ops.npu.calls import AscendOperators, Workspaces  # noqa: E402
 from tidal_connector.ops.npu.miss_rows import copy_miss_rows  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 STREAM = 0x5EA
-MISS_ROWS = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "full_k_rope",
-    "full_kv_cache",
-    "miss_rows",
-    "miss_slots",
-    "miss_count",
-)
-SELECTION = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "selection_kv_block_table",
-    "selection_kv_block_status",
-    "selection_topk_indices",
-    "full_k_rope",
-    "full_kv_cache",
-    "full_kv_block_table",
-    "full_kv_actual_seq",
-    "full_q_actual_seq",
-)
 
 
 @pytest.fixture
@@ -94,7 +74,7 @@ def test_miss_rows_come_out_as_by_the_definition(
     before = copies(given)
     operators.gather_miss_rows(given)
     copy_miss_rows(**wanted)
-    assert all(torch.equal(given[name], wanted[name]) for name in MISS_ROWS)
+    assert all(torch.equal(given[name], wanted[name]) for name in GATHER_MISS_ROWS)
     assert not torch.equal(given["selection_kv_cache"], before["selection_kv_cache"])
     assert standins.calls() == [
         "aclnnGatherMissRowsGetWorkspaceSize -> 0",
@@ -134,8 +114,8 @@ def test_a_selection_cache_goes_on_as_by_the_definition(operators: AscendOperato
         actual = operators.gather_selection_kv_cache(given, 1)
         expected = ops.gather_selection_kv_cache(*defined.values(), selection_topk_block_size=1)
         assert torch.equal(actual, expected)
-        assert all(torch.equal(given[name], defined[name]) for name in SELECTION)
-        mine, wanted = ({name: each[name] for name in SELECTION[:4]} for each in (given, defined))
+        assert all(torch.equal(given[name], defined[name]) for name in GATHER_SELECTION_KV_CACHE)
+        mine, wanted = ({name: each[name] for name in GATHER_SELECTION_KV_CACHE[:4]} for each in (given, defined))
     assert actual.tolist() == [40, 40, 40, 40]
 
 

@@ -10,6 +10,7 @@ imported by ``tidal_connector.ops``: import the modules by name.
 ``resolve``    selected positions -> slots, and the rows to fetch; exact LRU, as ``ops.resolve`` defines it
 ``library``    ``torch.ops.tidal.*``: the two AscendC operators for torch, with CPU and fake implementations
 ``miss_rows``  the definition of one of them (the other's is ``ops.gather_selection_kv_cache``)
+``arguments``  what the operators' tensors are called
 ``calls``      torch tensors -> calls of CANN; ``aclnn`` makes these through ctypes, without torch
 ``rows``       rows into a paged cache
 ``alias``      a tensor over the device's alias of host memory

@@ -16,30 +16,9 @@ import torch
 
 from tidal_connector import ops
 from tidal_connector.ops.npu.aclnn import OperatorLibrary, runtime_message
+from tidal_connector.ops.npu.arguments import GATHER_MISS_ROWS, GATHER_SELECTION_KV_CACHE
 from tidal_connector.ops.npu.calls import AscendOperators, npu_stream
 from tidal_connector.ops.npu.miss_rows import copy_miss_rows
-
-_SELECTION = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "selection_kv_block_table",
-    "selection_kv_block_status",
-    "selection_topk_indices",
-    "full_k_rope",
-    "full_kv_cache",
-    "full_kv_block_table",
-    "full_kv_actual_seq",
-    "full_q_actual_seq",
-)
-_MISS_ROWS = (
-    "selection_k_rope",
-    "selection_kv_cache",
-    "full_k_rope",
-    "full_kv_cache",
-    "miss_rows",
-    "miss_slots",
-    "miss_count",
-)
 
 _torch_library: Any = torch.library  # whose constructor and methods have no types
 _library = _torch_library.Library("tidal", "DEF")
@@ -92,12 +71,12 @@ def gather_miss_rows(
 
 
 def _selection_npu(*tensors: torch.Tensor, selection_topk_block_size: int = 64) -> torch.Tensor:
-    named = dict(zip(_SELECTION, tensors, strict=True))
+    named = dict(zip(GATHER_SELECTION_KV_CACHE, tensors, strict=True))
     return load_operators().gather_selection_kv_cache(named, selection_topk_block_size)
 
 
 def _miss_rows_npu(*tensors: torch.Tensor) -> None:
-    load_operators().gather_miss_rows(dict(zip(_MISS_ROWS, tensors, strict=True)))
+    load_operators().gather_miss_rows(dict(zip(GATHER_MISS_ROWS, tensors, strict=True)))
 
 
 def _selection_cpu(*tensors: torch.Tensor, selection_topk_block_size: int = 64) -> torch.Tensor:
@@ -107,7 +86,7 @@ def _selection_cpu(*tensors: torch.Tensor, selection_topk_block_size: int = 64) 
 
 def _selection_fake(*tensors: torch.Tensor, selection_topk_block_size: int = 64) -> torch.Tensor:
     del selection_topk_block_size
-    table = tensors[_SELECTION.index("selection_kv_block_table")]
+    table = tensors[GATHER_SELECTION_KV_CACHE.index("selection_kv_block_table")]
     return table.new_empty(table.shape[:-1])
 
 
