@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402 - after torch is known to be there
 from tests.selection.device_world import PAGE, World  # noqa: E402
 from tidal_connector.errors import PoolExhausted  # noqa: E402
 from tidal_connector.ops.npu.library import gather_miss_rows  # noqa: E402
+from tidal_connector.selection import device  # noqa: E402
 from tidal_connector.selection.device import DeviceSelection, DeviceSizes  # noqa: E402
 from tidal_connector.selection.groups import IndexGroup  # noqa: E402
 
@@ -183,6 +184,31 @@ class TestFixedShapes:
         world.run_pass([tenant], [1], 1)
         assert (world.selection.counts[:, 0] <= 1).all()
         assert max(kept) > 1
+
+    @pytest.mark.parametrize("broken", ["prepare", "resolve"])
+    def test_a_first_plan_that_failed_leaves_no_rows_of_who_had_the_seat_before(
+        self, monkeypatch: pytest.MonkeyPatch, broken: str
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        world = World(ALONE, seats=1, queries=1)
+        world.select = lambda *_: np.array([[0, 1, 2, 3, *[-1] * 5]], np.int32)  # type: ignore[method-assign]
+        world.join()
+        (before,) = world.tenants
+        world.run_pass([before], [1], 1)
+        world.leave(before)
+        world.join()
+        (tenant,) = world.tenants
+        with monkeypatch.context() as patch:
+            patch.setattr(device, broken, fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                world.run_pass([tenant], [1], 1)
+        world.run_pass([tenant], [1], 1)
+
+    def test_groups_out_of_order_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="expected the 3 pools in order"):
+            World((IndexGroup((0, 2)), IndexGroup((1,))))
 
     def test_a_request_beyond_the_seats_is_refused(self) -> None:
         selection = self.selection(seats=1)

@@ -37,6 +37,7 @@ class _Step:
         requests: seated ones.
         tokens: rows of theirs.
         padded: requests with padding.
+        begun: a plan was begun: from there on seats on the device may be the pass's own.
         shared: what the plans of the pass share; None before the first.
         planned: groups that have planned.
         group: the last of them.
@@ -48,6 +49,7 @@ class _Step:
     requests: int = 0
     tokens: int = 0
     padded: int = 0
+    begun: bool = False
     shared: Pass | None = None
     planned: set[int] = field(default_factory=set)
     group: int | None = None
@@ -94,9 +96,12 @@ class DeviceSelection:
         device: torch.device,
         gather: GatherMissRows,
     ) -> None:
-        members = sorted(layer for group in groups for layer in group.members)
+        members = [layer for group in groups for layer in group.members]
         if members != list(range(len(pools))):
-            raise ValueError(f"groups of layers {members}: expected each of the {len(pools)} pools in one group")
+            raise ValueError(
+                f"groups of layers {[group.members for group in groups]}: expected the {len(pools)} pools in order, "
+                "each in one group"
+            )
         self._sizes = sizes
         self._gather = gather
         self._pools = [_paged(index, LatentPool(*pool), sizes.page_tokens) for index, pool in enumerate(pools)]
@@ -170,11 +175,11 @@ class DeviceSelection:
             state.positions.masked_fill_(state.positions >= stable, POSITIONS)
 
     def _end_pass(self) -> None:
-        """Void the seats of a pass that failed between two layers: their groups no longer agree."""
+        """Void the seats of a pass that failed between its first plan and its last layer: their groups do not agree."""
         step = self._step
         for layer in self._side.unjoined:
             self._side.join(layer)
-        if step.awaited or 0 < len(step.planned) < len(self._groups):
+        if step.begun and (step.awaited or len(step.planned) < len(self._groups)):
             for request in self._passing:
                 self.seats.void(request)
 
@@ -224,6 +229,7 @@ class DeviceSelection:
                 f"{tuple(block_table.shape)}: expected {step.tokens} rows and {step.requests} requests by begin()"
             )
         resolved = self._resolved
+        step.begun = True
         if step.shared is None:
             step.shared = prepare(batch, lengths, block_table, self._sizes.page_tokens, resolved)
         step.slots = resolve(self._states[at], batch, step.shared, selected, resolved, at)
