@@ -23,7 +23,7 @@ from tidal_connector.errors import ConfigError, Conflict, LayoutMismatch, PeerLo
 from tidal_connector.memory import Share, SharedRegion, mapping, open_shared, shared
 from tidal_connector.memory.machine import Machine
 from tidal_connector.memory.shared_pages import SharedPages, map_files
-from tidal_connector.memory.shared_wire import Hello, address_of, send
+from tidal_connector.memory.shared_wire import Deadline, Hello, Mapped, Offer, address_of, receive, send
 
 MIB, TWO_MIB = 1 << 20, 2 << 20
 PLAIN = PoolConfig(pages=PageKind.PLAIN)
@@ -217,6 +217,19 @@ def test_a_rank_that_ends_is_seen_although_another_says_nothing(opening: Opening
     silent.close()
 
 
+def test_a_rank_that_ends_after_it_mapped_the_pool_is_seen_while_another_is_missing(
+    opening: Opening, name: str
+) -> None:
+    first = opening(0, 3)
+    second = connected(name)
+    send(second, Hello(1, 1, 3, 4 * MIB, "f"), "rank 0")
+    receive(second, Offer, "rank 0", Deadline(5))
+    send(second, Mapped(), "rank 0")
+    second.close()
+    with pytest.raises(PeerLost, match="rank 1 has ended"):
+        first.result(5)
+
+
 def test_a_name_that_is_in_use(opening: Opening, name: str) -> None:
     waiting = opening(0, 3, wait_s=1)
     time.sleep(0.2)
@@ -281,6 +294,31 @@ def test_the_address_space_around_a_shared_pool_is_given_back(opening: Opening) 
         first.result(10).close()
         second.result(10).close()
     assert spaces() <= before + 8  # stacks of threads
+
+
+def test_no_rank_can_take_pages_from_under_the_others(opening: Opening) -> None:
+    """Each file of the pool keeps its size, through whatever descriptor; a page cut off would end who touches it."""
+    first, second = opening(0).result, opening(1).result
+    for region in (first(10), second(10)):
+        ends = region.address, region.address + region.length
+        link = Path(f"/proc/self/map_files/{ends[0]:x}-{ends[1]:x}")
+        assert link.readlink().name.startswith("memfd:tidal-pool")
+        for size in (0, region.length // 2, 2 * region.length):
+            with pytest.raises(PermissionError):
+                os.truncate(link, size)
+
+
+def test_a_child_process_does_not_inherit_the_pool(opening: Opening) -> None:
+    """Otherwise each fork would take the pool's page tables along, and a child that lives on its pages."""
+    first, second = opening(0).result, opening(1).result
+    for region in (first(10), second(10)):
+        assert "dc" in flags_of(region.address), "it is copied on fork"
+
+
+def flags_of(address: int) -> list[str]:
+    """What the kernel notes of the mapping that begins here; ``dc`` is its mark of MADV_DONTFORK."""
+    _, _, found = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")
+    return found.partition("VmFlags:")[2].partition("\n")[0].split()
 
 
 def test_dropped_pages_leave_the_files_that_they_were_in() -> None:

@@ -139,8 +139,7 @@ class Listener:
                 self._greet(key.data, offer, descriptors, selector)
                 continue
             receive(self._peers[key.data], Mapped, f"rank {key.data}", self._deadline)
-            missing.discard(key.data)
-            selector.unregister(self._peers[key.data])
+            missing.discard(key.data)  # and stays in the selector: from here on only its end can come
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
         connection, _ = self._socket.accept()
