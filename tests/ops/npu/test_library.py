@@ -69,6 +69,7 @@ def test_miss_rows_by_a_loop() -> None:
         ("full_k_rope", torch.zeros(9, 8, 64, dtype=torch.bfloat16), r"full_k_rope \(9, 8, 64\): expected \[9, 16\]"),
         ("selection_k_rope", torch.zeros(0, dtype=torch.bfloat16), "with one dim"),
         ("miss_rows", torch.full((5, 40), 144, dtype=torch.int32), "source_rows.* = 144: expected"),
+        ("miss_count", torch.full((5,), 41, dtype=torch.int32), "miss_count: 41: expected at most 40"),
     ],
 )
 def test_the_definition_refuses_what_the_kernel_refuses(name: str, value: Any, message: str) -> None:

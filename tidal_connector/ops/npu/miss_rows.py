@@ -24,13 +24,15 @@ def copy_miss_rows(
     Raises:
         TypeError: caches of different dtypes, or lists that are not int32.
         ValueError: shapes that do not fit one another.
-        IndexError: a row or a slot that counts is outside its cache.
+        IndexError: a row or a slot that counts is outside its cache, or more are counted than there are.
     """
     caches = (selection_k_rope, selection_kv_cache, full_k_rope, full_kv_cache)
     _check_caches(*caches)
     _check_lists(miss_rows, miss_slots, miss_count)
-    rows, slots = miss_rows.numpy(), miss_slots.numpy()
-    counted = np.arange(rows.shape[1]) < miss_count.numpy()[:, np.newaxis]
+    rows, slots, counts = miss_rows.numpy(), miss_slots.numpy(), miss_count.numpy()
+    if (counts > rows.shape[1]).any():
+        raise IndexError(f"miss_count: {counts.max()}: expected at most {rows.shape[1]}, the entries of a list")
+    counted = np.arange(rows.shape[1]) < counts[:, np.newaxis]
     asked = counted & (rows >= 0) & (slots >= 0)
     source, destination = rows[asked].astype(np.int64), slots[asked].astype(np.int64)
     for pool, cache in ((full_kv_cache, selection_kv_cache), (full_k_rope, selection_k_rope)):
