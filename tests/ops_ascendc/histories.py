@@ -60,8 +60,8 @@ def step(kernels: Kernels, world: World, line: Line, judged: bool = False, **mor
         assert np.array_equal(array, before[name]), f"{name} differs"
     traffic, report = world.traffic, kernels.report
     assert report.pool_bytes == traffic.fetched_bytes, f"{report.pool_bytes} bytes read: {traffic.fetched_bytes} missed"
-    assert report.scalar_read["full_kv_cache"] == report.scalar_read["full_k_rope"] == 0
-    assert report.barriers == 1
+    assert report.scalar_read["full_kv_cache"] == report.scalar_read["full_k_rope"] == 0, "scalar reads of the pool"
+    assert report.barriers == 1, f"{report.barriers} barriers: expected 1"
     if judged:
         judge(world, memory, actual)
     line.add(Line(0, 1, traffic.hits, traffic.fetched, traffic.moved, report.pool_bytes, traffic.fetched_bytes))

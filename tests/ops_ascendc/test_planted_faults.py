@@ -50,9 +50,10 @@ DIFFERENT = r"^AssertionError: (?!core)"
 UNORDERED = r"core \d+: .*: .*HardEvent::"
 EITHER = r"^(AssertionError: (?!core)|Stopped: core \d+: .*buffer ')"
 OUT_OF = r"buffer '{}' offset .* leave the buffer"
+RACE = r"was written|SyncAll|barriers: expected 1|leave the buffer|differs|instead of"  # whatever comes first
 WAIT = "Handshake<AscendC::HardEvent::{}>();"
 FAULTS = [
-    Fault("no SyncAll", ENTRY, "  AscendC::SyncAll<true>();\n", "", "was written"),
+    Fault("no SyncAll", ENTRY, "  AscendC::SyncAll<true>();\n", "", RACE),
     Fault("no cleaning of a head's line", MEMORY, "AscendC::DataCacheCleanAndInvalid<int32_t, "
           "AscendC::CacheLine::SINGLE_CACHE_LINE,\n                                      "
           "AscendC::DcciDst::CACHELINE_OUT>(gm_heads_[at]);", "", "DataCacheCleanAndInvalid is missing"),
