@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidal_connector.memory.acl.chunks import HUGE, PAGE, SMALLEST, Run, check_cuts, next_chunk, plan_chunks, smaller
+from tidal_connector.memory.acl.chunks import (
+    HUGE,
+    PAGE,
+    SMALLEST,
+    Run,
+    check_cuts,
+    longest_parted,
+    next_chunk,
+    plan_chunks,
+    smaller,
+)
 
 GIB = 1 << 30
 
@@ -59,6 +69,15 @@ def test_no_chunk_goes_on_after_the_last() -> None:
         *(Run(each * 64 * GIB, 64 * GIB) for each in range(4)),
         Run(256 * GIB, 44 * GIB),
     )
+
+
+@pytest.mark.parametrize(
+    ("borders", "longest"),
+    [((), 0), ((0, 2, 5, 9), 0), ((0, 1), 2), ((3,), 3), ((1, 8), 4), ((10,), 0), ((2, 5), 0)],
+)
+def test_the_longest_layer_with_a_border_inside(borders: tuple[int, ...], longest: int) -> None:
+    """Layers from 0 to 2, 2 to 5 and 5 to 9; what lies behind is none."""
+    assert longest_parted((0, 2, 5, 9), borders) == longest
 
 
 def test_a_region_that_begins_between_hugepages_is_back_on_their_borders_after_one_chunk() -> None:

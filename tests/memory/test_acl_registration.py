@@ -185,6 +185,44 @@ def test_too_much_in_all_is_halved_only_so_far_and_says_how_much_there_was(
     assert standin.registrations == 0
 
 
+def test_a_layer_that_the_runtime_does_not_take_at_once_names_its_size_and_the_mend(
+    mere_space: Space, runtime: AclRuntime, standin: Standin
+) -> None:
+    standin.set("single_limit", 100_000_000)
+    text = (
+        r"a tensor over 128 MiB of the pool .* the largest that was taken has 64 MiB \(pool.register_chunk = 64 GiB\); "
+        "the runtime refused more at once .207001.: upgrade the driver, or lower pool.bytes$"
+    )
+    with pytest.raises(DeviceFailed, match=text):
+        register_host(mere_space(256 * MIB), runtime, 0, PoolConfig(), [0, 128 * MIB])
+    assert standin.registrations == 0
+    with (  # the last layer ends where its caller says, which may be before the region does
+        register_host(mere_space(256 * MIB), runtime, 0, PoolConfig(), [128 * MIB]) as registration,
+        pytest.raises(DeviceFailed, match=text),
+    ):
+        registration.alias(128 * MIB, 128 * MIB)
+
+
+def test_a_layer_longer_than_register_chunk_names_what_to_set(mere_space: Space, runtime: AclRuntime) -> None:
+    cuts = [0, 3 * MIB, 8 * MIB + 4096]
+    with pytest.raises(
+        DeviceFailed,
+        match=r"a tensor over 5.004 MiB .*, and the largest that was taken has 2 MiB \(pool.register_chunk = 2 MiB\); "
+        'set pool.register_chunk = "6MiB" or more, or lower pool.bytes$',
+    ):
+        register_host(mere_space(12 * MIB), runtime, 0, SMALL, cuts)
+    with register_host(mere_space(12 * MIB), runtime, 0, PoolConfig(register_chunk="6MiB"), cuts) as registration:
+        assert registration.alias(3 * MIB, 5 * MIB + 4096).length == 5 * MIB + 4096
+
+
+def test_a_layer_of_several_registrations_may_do_where_their_aliases_adjoin(
+    mere_space: Space, runtime: AclRuntime, standin: Standin
+) -> None:
+    standin.set("adjoining", 1)
+    with register_host(mere_space(12 * MIB), runtime, 0, SMALL, [0, 6 * MIB]) as registration:
+        assert registration.alias(0, 6 * MIB).length == 6 * MIB
+
+
 def test_an_alias_of_null_is_tried_again_without_pinning(
     region: MemoryRegion, runtime: AclRuntime, standin: Standin
 ) -> None:

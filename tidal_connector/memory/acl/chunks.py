@@ -8,9 +8,10 @@ where that is, and on a hugepage's border otherwise.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 PAGE = 4096  # what the runtime demands of a registration's start
 HUGE = 2 << 20  # what the driver maps in one entry, where address and pages allow it
@@ -70,6 +71,19 @@ def plan_chunks(total: int, limit: int, cuts: Sequence[int] = (), address: int =
     while not chunks or chunks[-1].end < total:
         chunks.append(next_chunk(chunks[-1].end if chunks else 0, total, limit, cuts, address))
     return tuple(chunks)
+
+
+def longest_parted(cuts: Sequence[int], borders: Sequence[int]) -> int:
+    """Return the length of the longest range from one cut to the next that has a border inside; 0 if none has.
+
+    What lies before the first cut and behind the last is nobody's tensor, as far as is known here.
+
+    Args:
+        cuts: in order, each once.
+        borders: offsets at which the alias jumps, in order.
+    """
+    parted = (end - start for start, end in pairwise(cuts) if bisect_right(borders, start) < bisect_left(borders, end))
+    return max(parted, default=0)
 
 
 def smaller(length: int) -> int | None:

@@ -38,8 +38,8 @@ MEANINGS = {
     ),
     NO_MEMORY: Meaning(
         "memory cannot be had",
-        "a registration of more than 200 GB always fails: lower pool.register_chunk; drivers before 25.5.0 map 20 to "
-        "32 GB for each NPU in all: upgrade, or lower pool.bytes",
+        "drivers before 25.5.0 map 20 to 32 GB for each NPU in all: upgrade, or lower pool.bytes (none takes more than "
+        "200 GB at once, but a refused registration is tried in halves: a lower pool.register_chunk does not help)",
     ),
     207006: Meaning(
         "permission is denied",

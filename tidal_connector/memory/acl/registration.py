@@ -19,12 +19,12 @@ from tidal_connector.errors import DeviceFailed
 from tidal_connector.log import get_logger
 from tidal_connector.memory.acl.addresses import DeviceAlias, HostAddress
 from tidal_connector.memory.acl.chunk_mapping import PAGES, Mapped, map_chunk
-from tidal_connector.memory.acl.chunks import PAGE, Run, check_cuts, next_chunk, smaller
+from tidal_connector.memory.acl.chunks import HUGE, PAGE, Run, check_cuts, longest_parted, next_chunk, smaller
 from tidal_connector.memory.acl.codes import NO_MEMORY, NOT_REGISTERED
 from tidal_connector.memory.acl.report import RegistrationReport
 from tidal_connector.memory.acl.runtime import AclRuntime
 from tidal_connector.memory.region import MemoryRegion
-from tidal_connector.memory.report import size_text
+from tidal_connector.memory.report import MIB, size_text
 
 _log = get_logger(__name__)
 
@@ -61,12 +61,13 @@ class HostRegistration:
         self._runs: tuple[Run, ...] = ()
         self._pointers: tuple[int, ...] = ()
         self._notes: list[str] = []
+        self._asked = self._limit = 0  # most bytes of a chunk: as set, and as the runtime takes them
 
     def alias(self, offset: int, length: int) -> DeviceAlias:
         """Return where kernels find ``length`` bytes of the region from ``offset`` on.
 
         Raises:
-            DeviceFailed: the range crosses a border at which the alias jumps.
+            DeviceFailed: the range crosses a border at which the alias jumps, or is too long for one registration.
             ValueError: the range is not within the region, or the registration is closed.
         """
         if not self._runs:
@@ -76,6 +77,8 @@ class HostRegistration:
         found = bisect_right(self._runs, offset, key=lambda run: run.offset) - 1
         run = self._runs[found]
         if offset + length > run.end:
+            if length > self._limit:
+                raise self._too_long(length)
             raise DeviceFailed(
                 f"bytes {offset} to {offset + length} of the pool: the alias on NPU {self.device} jumps at {run.end}; "
                 "place each layer within one of contiguous_runs(), or name the layers' starts as cuts when registering"
@@ -131,11 +134,12 @@ class HostRegistration:
         self.close()
 
     def _register(self, limit: int, cuts: Sequence[int], ways: tuple[int, ...]) -> None:
+        self._asked = self._limit = limit
         self.region.hold(self._name, self.close)
         try:
             with self._runtime.on(self.device):
                 while self._end < self.region.length:
-                    limit = self._add(limit, cuts, ways)
+                    self._add(cuts, ways)
         except DeviceFailed as error:
             done = f"{size_text(self._end)} of {size_text(self.region.length)}"
             self._roll_back()
@@ -149,6 +153,23 @@ class HostRegistration:
         self._pointers = tuple(pointer[start] for start in starts)
         ends = [*starts[1:], self.region.length]
         self._runs = tuple(Run(start, end - start) for start, end in zip(starts, ends, strict=True))
+        if parted := longest_parted(cuts, starts):
+            failure = self._too_long(parted)  # what it says ends with the registration
+            self._roll_back()
+            raise failure
+
+    def _too_long(self, length: int) -> DeviceFailed:
+        largest = max(chunk.run.length for chunk in self._chunks)
+        mends = []
+        if length > self._asked:
+            mends.append(f'set pool.register_chunk = "{-(-length // HUGE) * HUGE // MIB}MiB" or more')
+        if self._limit < self._asked:
+            mends.append(f"the runtime refused more at once ({NO_MEMORY}): upgrade the driver")
+        return DeviceFailed(
+            f"a tensor over {size_text(length)} of the pool (a layer's rows) must lie within one registration with NPU "
+            f"{self.device}, and the largest that was taken has {size_text(largest)} (pool.register_chunk = "
+            f"{size_text(self._asked)}); {'; '.join(mends)}, or lower pool.bytes"
+        )
 
     def _roll_back(self) -> None:
         try:
@@ -160,9 +181,9 @@ class HostRegistration:
     def _end(self) -> int:
         return self._chunks[-1].run.end if self._chunks else 0
 
-    def _add(self, limit: int, cuts: Sequence[int], ways: tuple[int, ...]) -> int:
-        """Register the next chunk, or find that it was too large; return the limit that counts from now on."""
-        run = next_chunk(self._end, self.region.length, limit, cuts, self.region.address)
+    def _add(self, cuts: Sequence[int], ways: tuple[int, ...]) -> None:
+        """Register the next chunk, or find that it was too large and lower the limit."""
+        run = next_chunk(self._end, self.region.length, self._limit, cuts, self.region.address)
         try:
             mapped = map_chunk(self._runtime, self._at(run), run.length, ways)
         except DeviceFailed as error:
@@ -170,9 +191,9 @@ class HostRegistration:
             if error.code != NO_MEMORY or less is None:
                 raise
             self._notes.append(f"{size_text(run.length)} at once were refused ({NO_MEMORY})")
-            return less
+            self._limit = less
+            return
         self._chunks.append(_Chunk(run, mapped))
-        return limit
 
     def _unregister(self, chunk: _Chunk) -> None:
         if not chunk.mapped.ours:
@@ -209,7 +230,8 @@ def register_host(
             runtime gave.
 
     Raises:
-        DeviceFailed: a part cannot be registered; nothing is left registered.
+        DeviceFailed: a part cannot be registered, or what lies between two cuts is too long for one registration;
+            nothing is left registered.
         Conflict: the region is registered with this NPU already.
         ConfigError: ``pool.register_chunk`` is no multiple of 2 MiB.
         ValueError: the region is closed or on no 4 KiB border, or a cut is.
