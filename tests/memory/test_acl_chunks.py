@@ -71,6 +71,12 @@ def test_no_chunk_goes_on_after_the_last() -> None:
     )
 
 
+def test_a_region_of_exactly_one_limit_is_one_chunk_whatever_is_cut() -> None:
+    """Fewer registrations are better, and none of its layers has a border inside."""
+    assert plan_chunks(4 * HUGE, 4 * HUGE, (HUGE, 3 * HUGE)) == (Run(0, 4 * HUGE),)
+    assert next_chunk(HUGE, 4 * HUGE, 3 * HUGE, (2 * HUGE,)) == Run(HUGE, 3 * HUGE)
+
+
 @pytest.mark.parametrize(
     ("borders", "longest"),
     [((), 0), ((0, 2, 5, 9), 0), ((0, 1), 2), ((3,), 3), ((1, 8), 4), ((10,), 0), ((2, 5), 0)],

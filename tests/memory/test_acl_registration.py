@@ -5,7 +5,8 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,6 +222,40 @@ def test_a_layer_of_several_registrations_may_do_where_their_aliases_adjoin(
     standin.set("adjoining", 1)
     with register_host(mere_space(12 * MIB), runtime, 0, SMALL, [0, 6 * MIB]) as registration:
         assert registration.alias(0, 6 * MIB).length == 6 * MIB
+
+
+def interrupted(call: Callable[..., Any], nth: int) -> Callable[..., Any]:
+    """The call, with Ctrl-C in place of the nth."""
+    numbers = count(1)
+
+    def instead(*arguments: Any) -> Any:
+        if next(numbers) == nth:
+            raise KeyboardInterrupt
+        return call(*arguments)
+
+    return instead
+
+
+def test_an_interruption_takes_back_what_was_registered(
+    region: MemoryRegion, runtime: AclRuntime, standin: Standin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "register", interrupted(runtime.register, nth=3))
+    with pytest.raises(KeyboardInterrupt):
+        register_host(region, runtime, 0, SMALL)
+    assert [call.name for call in standin.calls(REGISTER, UNREGISTER)] == [REGISTER] * 2 + [UNREGISTER] * 2
+    assert standin.registrations == 0
+
+
+def test_chunks_that_stayed_are_tried_again_from_the_last_to_the_first(
+    region: MemoryRegion, runtime: AclRuntime, standin: Standin
+) -> None:
+    registration = register_host(region, runtime, 0, SMALL)
+    standin.fail(UNREGISTER, 507899, nth=2, times=2)
+    with pytest.raises(DeviceFailed, match="507899"):
+        registration.close()
+    registration.close()
+    tried = [(call.number(0) - region.address) // (2 * MIB) for call in standin.calls(UNREGISTER)]
+    assert tried == [3, 2, 1, 0, 2, 1]
 
 
 def test_an_alias_of_null_is_tried_again_without_pinning(
