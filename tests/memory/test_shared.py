@@ -296,16 +296,24 @@ def test_the_address_space_around_a_shared_pool_is_given_back(opening: Opening) 
     assert spaces() <= before + 8  # stacks of threads
 
 
-def test_no_rank_can_take_pages_from_under_the_others(opening: Opening) -> None:
-    """Each file of the pool keeps its size, through whatever descriptor; a page cut off would end who touches it."""
-    first, second = opening(0).result, opening(1).result
-    for region in (first(10), second(10)):
-        ends = region.address, region.address + region.length
-        link = Path(f"/proc/self/map_files/{ends[0]:x}-{ends[1]:x}")
-        assert link.readlink().name.startswith("memfd:tidal-pool")
-        for size in (0, region.length // 2, 2 * region.length):
+def test_no_rank_can_take_pages_from_under_the_others(opening: Opening, name: str) -> None:
+    """What rank 1 is handed cannot be cut or made longer; who touched a page that was cut off would be killed."""
+    first, handed = opening(0), list[int]()
+    with connected(name) as second:
+        send(second, Hello(1, 1, 2, 4 * MIB, "f"), "rank 0")
+        offer = receive(second, Offer, "rank 0", Deadline(5), handed)
+        assert len(handed) == len(offer.sizes) == 1
+        for size in (0, 2 * MIB, 8 * MIB):
             with pytest.raises(PermissionError):
-                os.truncate(link, size)
+                os.ftruncate(handed[0], size)
+        os.close(handed[0])
+    assert isinstance(first.exception(5), PeerLost)
+
+
+def flags_of(address: int) -> list[str]:
+    """What the kernel notes of the mapping that begins here; ``dc`` is its mark of MADV_DONTFORK."""
+    _, _, found = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")
+    return found.partition("VmFlags:")[2].partition("\n")[0].split()
 
 
 def test_a_child_process_does_not_inherit_the_pool(opening: Opening) -> None:
@@ -313,12 +321,6 @@ def test_a_child_process_does_not_inherit_the_pool(opening: Opening) -> None:
     first, second = opening(0).result, opening(1).result
     for region in (first(10), second(10)):
         assert "dc" in flags_of(region.address), "it is copied on fork"
-
-
-def flags_of(address: int) -> list[str]:
-    """What the kernel notes of the mapping that begins here; ``dc`` is its mark of MADV_DONTFORK."""
-    _, _, found = Path("/proc/self/smaps").read_text().partition(f"\n{address:x}-")
-    return found.partition("VmFlags:")[2].partition("\n")[0].split()
 
 
 def test_dropped_pages_leave_the_files_that_they_were_in() -> None:
