@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.ops_ascendc.kernels import MISSES
 from tests.standins.aclnn import StandIns
 from tidal_connector.cli.selftest.device import Array, EngineNeeds, Pool
 from tidal_connector.cli.selftest.torch_device import TorchDevice
 from tidal_connector.config import PoolConfig
 from tidal_connector.memory.acl import AclRuntime, DevicePool, device_number, open_device_pool
+from tidal_connector.ops.npu.arguments import GATHER_MISS_ROWS
 from tidal_connector.ops.npu.calls import AscendOperators
 
 ENGINE = EngineNeeds(dtype="float32", block_size=16, topk=64)
@@ -52,7 +52,7 @@ class SimulatedDevice(TorchDevice):
         return self._operators.gather_selection_kv_cache(arguments, block)
 
     def gather_miss_rows(self, *tensors: Any) -> None:
-        self._operators.gather_miss_rows(dict(zip(MISSES, tensors, strict=True)))
+        self._operators.gather_miss_rows(dict(zip(GATHER_MISS_ROWS, tensors, strict=True)))
 
 
 class _SimulatedPool:
