@@ -219,20 +219,12 @@ def test_a_machine_without_an_npu_is_told_what_is_missing() -> None:
     assert "install vllm-ascend and source the set_env.sh" in done.stderr
 
 
-def test_cann_that_was_not_sourced_is_a_line_and_no_traceback(tmp_path: Path) -> None:
-    """torch loads torch_npu by itself, and then cannot be imported either."""
-    write(
-        tmp_path,
-        {
-            "torch_npu/__init__.py": "raise ImportError('libhccl.so: cannot open shared object file')",
-            "torch_npu-2.10.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n",
-            "torch_npu-2.10.0.dist-info/entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
-        },
-    )
-    command_line = [sys.executable, "-m", "tidal_connector.cli", "selftest", "npu"]
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+def told_beside(folder: Path, files: dict[str, str]) -> str:
+    """The one line of error with which a selftest ends that finds these files before what is installed."""
+    write(folder, files)
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        command_line,
+        [sys.executable, "-m", "tidal_connector.cli", "selftest", "npu"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -242,6 +234,27 @@ def test_cann_that_was_not_sourced_is_a_line_and_no_traceback(tmp_path: Path) ->
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_python_without_torch_is_told_what_to_install(tmp_path: Path) -> None:
+    error = "ModuleNotFoundError(\"No module named 'torch'\", name='torch')"  # as the import itself says it
+    line = told_beside(tmp_path, {"torch/__init__.py": f"raise {error}"})
+    assert line.startswith(f"tidal: No module named 'torch': {sys.executable} is not the Python of an engine; install")
+    assert "vllm-ascend" in line
+    assert "set_env.sh" not in line
+
+
+def test_cann_that_was_not_sourced_is_a_line_and_no_traceback(tmp_path: Path) -> None:
+    """torch loads torch_npu by itself, and then cannot be imported either."""
+    line = told_beside(
+        tmp_path,
+        {
+            "torch_npu/__init__.py": "raise ImportError('libhccl.so: cannot open shared object file')",
+            "torch_npu-2.10.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n",
+            "torch_npu-2.10.0.dist-info/entry_points.txt": "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+        },
+    )
     assert line.startswith("tidal: torch cannot be imported: ")
     assert line.endswith("source the set_env.sh of the CANN toolkit")
 

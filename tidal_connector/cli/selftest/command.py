@@ -85,6 +85,11 @@ def _open(index: int) -> TestDevice:
     try:
         # With torch_npu installed and CANN not, torch itself cannot be imported: it loads such extensions by itself.
         from tidal_connector.cli.selftest.npu import open_npu
+    except ModuleNotFoundError as error:
+        raise DeviceMissing(
+            f"{error}: {sys.executable} is not the Python of an engine; install vllm-ascend for it, or run tidal where "
+            "that is installed"
+        ) from None
     except (ImportError, OSError, RuntimeError) as error:
         text = " ".join(str(error).split())
         raise DeviceMissing(f"torch cannot be imported: {text}; source the set_env.sh of the CANN toolkit") from None
