@@ -12,7 +12,7 @@ imported by ``tidal_connector.ops``: import the modules by name.
 ``miss_rows``  the definition of one of them (the other's is ``ops.gather_selection_kv_cache``)
 ``arguments``  what the operators' tensors are called
 ``calls``      torch tensors -> calls of CANN; ``aclnn`` makes these through ctypes, without torch
-``rows``       rows into a paged cache
+``rows``       new rows into a paged pool, for a host that does not write them itself (vllm-ascend does)
 ``alias``      a tensor over the device's alias of host memory
 ``stream``     the side stream and its events
 """

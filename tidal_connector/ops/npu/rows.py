@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowScatter``: dense rows to rows of a paged cache, those with a negative place skipped. Forward thread.
 
+This is the write-back of an accelerator, what ``decode.writeback`` does on the CPU: it takes the rows that a step
+computed and the host's slot mapping, as they are, to the pool. It is for a host that leaves the writing to us.
+vllm-ascend does not, and nothing calls it there: the operators of its attention write the new rows into the pool
+themselves, through the alias, and ``selection.device`` gathers them from the pool like all others.
+
 torch's own scatters have no entry that is skipped, and to skip by shape would need the host; GatherMissRows has, and it
 reads a dense tensor as a pool of one-row pages.
 """
