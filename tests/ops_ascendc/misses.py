@@ -57,7 +57,7 @@ def miss_arguments(lists: Lists, rng: np.random.Generator) -> dict[str, Array]:
     }
 
 
-def _defined(given: dict[str, Array]) -> tuple[dict[str, Array], int]:
+def defined(given: dict[str, Array]) -> tuple[dict[str, Array], int]:
     """Return what the operator leaves, and how many rows it copies."""
     result = {name: array.copy() for name, array in given.items()}
     there = np.arange(given["miss_rows"].shape[1]) < given["miss_count"][:, None]
@@ -73,7 +73,7 @@ def _defined(given: dict[str, Array]) -> tuple[dict[str, Array], int]:
 def run_misses(kernels: Kernels, lists: Lists, seed: int, line: Line) -> int:
     """Run one call, compare everything, and return how many rows were copied."""
     given = miss_arguments(lists, np.random.default_rng(seed))
-    expected, copied = _defined(given)
+    expected, copied = defined(given)
     kernels.gather_miss_rows(**given)
     for name, array in given.items():
         assert np.array_equal(array, expected[name]), f"{name} differs"

@@ -21,6 +21,7 @@ class Wrong:
     name: str
     value: int
     said: str
+    pages_of: str = ""  # the cache whose number of pages is added to the value
 
 
 OF_SELECTION = (
@@ -28,8 +29,12 @@ OF_SELECTION = (
     Wrong("selection_kv_block_table", 10**6, r"selection_kv_block_table\[0, \d+\] = 1000000: expected a page in"),
     Wrong("full_kv_block_table", -1, r"full_kv_block_table\[0, \d+\] = -1: expected a page in .* for id \d+ of row 0"),
     Wrong("full_kv_block_table", 10**6, r"full_kv_block_table\[0, \d+\] = 1000000: expected a page in"),
+    Wrong("selection_kv_block_table", 0, r"selection_kv_block_table\[0, \d+\] = (\d+): expected a page in \[0, \1\)",
+          "selection_kv_cache"),
+    Wrong("full_kv_block_table", 0, r"full_kv_block_table\[0, \d+\] = (\d+): expected a page in \[0, \1\) for id",
+          "full_kv_cache"),
     Wrong("full_kv_actual_seq", 10**6, r"full_kv_actual_seq\[0\] = 1000000: expected at most \d+, the tokens in a row"),
-)
+)  # fmt: skip
 OF_MISSES = (
     Wrong("miss_rows", 48, r"miss_rows: row 48: expected one below 48"),
     Wrong("miss_slots", 32, r"miss_slots: row 32: expected one below 32"),
@@ -42,7 +47,8 @@ def check_selection(kernels: Kernels, sizes: Sizes, wrong: Wrong) -> None:
     world = World(sizes)
     world.lengths[:] = 60
     world.advance(Mood.GROW)
-    world.arguments[wrong.name].reshape(len(world.arguments[wrong.name]), -1)[0] = wrong.value
+    value = wrong.value + (len(world.arguments[wrong.pages_of]) if wrong.pages_of else 0)
+    world.arguments[wrong.name].reshape(len(world.arguments[wrong.name]), -1)[0] = value
     before = world.copy()
     actual = np.full(world.arguments["selection_kv_block_table"].shape[:1], GARBAGE, np.int32)
     arguments = world.arguments | {"selection_kv_actual_seq": actual}

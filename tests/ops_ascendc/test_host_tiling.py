@@ -8,9 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.ops.selection_world import Sizes, World
+from tests.ops.selection_world import Mood, Sizes, World
+from tests.ops_ascendc.histories import step
 from tests.ops_ascendc.kernels import BFLOAT16, FLOAT16, INT32, OTHER, Array, Kernels, Machine, RefusedByHost
 from tests.ops_ascendc.misses import Lists, miss_arguments
+from tests.ops_ascendc.tally import Line
 
 Arrays = dict[str, Array]
 Spoil = Callable[[Arrays], object]
@@ -92,6 +94,19 @@ def test_a_shape_that_does_not_fit_is_refused(kernels: Kernels, spoil: Spoil, sa
         kernels.gather_selection_kv_cache(**arrays, selection_topk_block_size=4)
 
 
+def test_ids_that_end_inside_a_page_need_it(kernels: Kernels) -> None:
+    """5 ids of 2 tokens fill two and a half pages of 4."""
+    world = World(Sizes(requests=1, topk=5, block=2, selection_page=2))
+    world.arguments[TABLE] = np.arange(3, dtype=np.int32).reshape(1, 3)
+    world.lengths[0] = 40
+    for _ in range(2):
+        world.advance(Mood.GROW)
+        step(kernels, world, Line())
+    world.arguments[TABLE] = np.arange(2, dtype=np.int32).reshape(1, 2)
+    with pytest.raises(RefusedByHost, match=r"selection_kv_block_table: shape \[1, 2\]: expected at least \[1, 3\]"):
+        kernels.gather_selection_kv_cache(**world.arguments, selection_topk_block_size=2)
+
+
 @pytest.mark.parametrize(("elements", "said"), TYPES, ids=[said.split(":")[0] for _, said in TYPES])
 def test_a_type_that_does_not_fit_is_refused(kernels: Kernels, elements: dict[str, int], said: str) -> None:
     with pytest.raises(RefusedByHost, match=said):
@@ -106,16 +121,40 @@ def test_more_rows_than_an_int32_names_are_refused(kernels: Kernels) -> None:
         kernels.gather_selection_kv_cache(**arrays, selection_topk_block_size=4)
 
 
-def test_a_ub_too_small_is_refused_and_the_smallest_works(kernels: Kernels) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "plan"),
+    [
+        (Sizes(queries=2, topk=8, block=4, selection_page=2, full_page=2), 0),
+        # Of each id five words and three halves, and a word of each page that its row can need.
+        (
+            Sizes(requests=1, topk=2048, full_page=1, longest=4096, dtype="int8", kv_dim=656, rope_dim=None),
+            2048 * (5 * 4 + 3 * 2) + (2048 + 4096) * 4,
+        ),
+    ],
+    ids=["small", "large"],
+)
+def test_a_ub_too_small_is_refused_and_the_smallest_works(kernels: Kernels, sizes: Sizes, plan: int) -> None:
+    world = World(sizes)
+    world.advance(Mood.GROW)
     kernels.machine = Machine(ub_bytes=20_000)
     with pytest.raises(RefusedByHost, match=r"UB: 20000 bytes: expected at least \d+ for two buffers") as refusal:
-        kernels.gather_selection_kv_cache(**world(), selection_topk_block_size=4)
+        kernels.gather_selection_kv_cache(**world.arguments, selection_topk_block_size=sizes.block)
     least = int(str(refusal.value).split("at least ")[1].split()[0])
-    kernels.machine = Machine(ub_bytes=least)
-    kernels.gather_selection_kv_cache(**world(), selection_topk_block_size=4)
+    assert least >= plan + 4 * sizes.row_bytes
     kernels.machine = Machine(ub_bytes=least - 64)
     with pytest.raises(RefusedByHost, match="UB"):
-        kernels.gather_selection_kv_cache(**world(), selection_topk_block_size=4)
+        kernels.gather_selection_kv_cache(**world.arguments, selection_topk_block_size=sizes.block)
+    kernels.machine = Machine(ub_bytes=least)
+    step(kernels, world, Line())
+
+
+def test_the_buffers_of_rows_leave_the_plan_its_ub(kernels: Kernels) -> None:
+    """Blocks of 2,752 bytes: 31 places in each of two buffers would fill UB, beside a plan with 4,096 pages."""
+    sizes = Sizes(requests=1, topk=32, block=4, full_page=1, longest=16384, dtype="int8", kv_dim=656, rope_dim=32)
+    world = World(sizes)
+    for _ in range(2):
+        world.advance(Mood.GROW)
+        step(kernels, world, Line())
 
 
 @pytest.mark.parametrize(
