@@ -32,7 +32,7 @@ INCLUDES = (
 # -Wno-unused-parameter: the outputs of an operator that alias its inputs have names and no use
 FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 RELEASE = ("-O2",)
-QUICK = ("-O1",)
+QUICK = ("-O0",)
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 COVERED = ("-O0", "--coverage", "-fno-inline")
 
@@ -76,8 +76,7 @@ def link(folder: Path, flags: tuple[str, ...], sources: Path, changed: list[Path
         RuntimeError: the compiler refuses a source; its words are the message.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    roots = dict.fromkeys((sources, OPERATORS))
-    base = [compiler(), *FLAGS, *flags, *(f"-I{root / include}" for root in roots for include in INCLUDES)]
+    base = _base(flags, sources)
 
     def compiled(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
@@ -90,6 +89,25 @@ def link(folder: Path, flags: tuple[str, ...], sources: Path, changed: list[Path
     library = folder / "libtidal_kernels.so"
     _run([*base, "-shared", *map(str, [*made, *kept]), "-o", str(library)], folder)
     return library
+
+
+def precompiled(folder: Path, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Compile what stands for CANN's header, which is most of a kernel's text, and return flags that make use of it.
+
+    Args:
+        folder: what is made here.
+        flags: of the compiler; those that come back have them, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    header = folder / "kernel_operator_once.h"
+    header.write_text('#include "kernel_operator.h"\n')
+    _run([*_base(flags, OPERATORS), "-x", "c++-header", str(header), "-o", f"{header}.gch"], folder)
+    return (*flags, "-include", str(header))
+
+
+def _base(flags: tuple[str, ...], sources: Path) -> list[str]:
+    roots = dict.fromkeys((sources, OPERATORS))
+    return [compiler(), *FLAGS, *flags, *(f"-I{root / include}" for root in roots for include in INCLUDES)]
 
 
 def _run(command: list[str], folder: Path) -> None:
