@@ -457,8 +457,13 @@ _OF_ASCEND = (
 )
 
 
+def ascend_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return of an environment what decides how Mooncake's ``ascend`` transport runs."""
+    return {name: environment[name] for name in _OF_ASCEND if name in environment}
+
+
 def ascend_environment(stall_s: float | None = None) -> dict[str, str]:
-    """Return the variables that decide how Mooncake's ``ascend`` transport runs, as far as they are set.
+    """Return :func:`ascend_variables` of this process.
 
     Args:
         stall_s: seconds after which a transfer that moves nothing has failed: timeouts that the operator has not set
@@ -467,7 +472,7 @@ def ascend_environment(stall_s: float | None = None) -> dict[str, str]:
     if stall_s is not None:
         os.environ.setdefault("ASCEND_CONNECT_TIMEOUT", str(max(1000, round(250 * stall_s))))
         os.environ.setdefault("ASCEND_TRANSFER_TIMEOUT", str(max(1000, round(375 * stall_s))))
-    return {name: os.environ[name] for name in _OF_ASCEND if name in os.environ}
+    return ascend_variables(os.environ)
 
 
 def mooncake_environment(force_tcp: bool, progress_timeout_s: float, wait_timeout_s: float, ipv6: bool) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tidal_connector.cli.doctor.npu_facts import Ascend, OpPackage
-from tidal_connector.config import ascend_environment
+from tidal_connector.config import ascend_variables
 
 OPERATORS = {
     "GatherSelectionKvCache": b"aclnnGatherSelectionKvCacheGetWorkspaceSize",
@@ -60,7 +60,7 @@ def read_ascend(root: Path, environment: Mapping[str, str], vllm_ascend: Path | 
         cann=next((found for folder in toolkits if (found := _cann(folder))), ""),
         packages=tuple(_packages(root, environment, toolkits, vllm_ascend)),
         hccn=_hccn(root / "etc/hccn.conf"),
-        variables=ascend_environment(),
+        variables=ascend_variables(environment),
     )
 
 
