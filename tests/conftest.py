@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 # What takes longer, in the order in which it runs.
@@ -12,6 +14,12 @@ LATER = ("sanitizers", "e2e", "faults")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--slow``."""
     parser.addoption("--slow", action="store_true", help="run the tests that take many minutes, too")
+
+
+def pytest_configure() -> None:
+    """Hear interruptions: a shell that runs the tests in the background has them ignored, which children inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
