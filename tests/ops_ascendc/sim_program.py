@@ -83,7 +83,8 @@ def _checked(command: list[str], folder: Path, **environment: str) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=child_environment() | environment,
+        # vLLM's CPU platform preloads libraries in whatever process sets it up; a sanitizer's has to be the first.
+        env=child_environment() | {"LD_PRELOAD": ""} | environment,
         check=False,
         capture_output=True,
         text=True,
