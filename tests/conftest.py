@@ -17,9 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Hear interruptions: a shell that runs the tests in the background has them ignored, which children inherit."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let the processes that tests start hear what the run itself may have been told to ignore.
+
+    ``nohup``, and a shell that runs the tests in the background, have hangups and interruptions ignored, which children
+    inherit. A handler that does nothing keeps the run as it was, and ends with each ``exec``.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
