@@ -253,7 +253,7 @@ def test_drivers_and_cann_are_read_where_their_installers_note_them_down(tmp_pat
     assert (ascend.driver, ascend.firmware, ascend.cann, ascend.hccn) == ("25.5.1", "7.8.0.6.201", "9.1.0", 2)
     assert ascend.acl == str(tmp_path / HOME / "ascend-toolkit/latest/lib64/libascendcl.so")
     assert read_ascend(tmp_path / "nothing", {}) == Ascend()
-    given = {"MC_FORCE_TCP": "1", "HOME": "/root"}
+    given = {"MC_FORCE_TCP": "1", "LANG": "C"}
     assert read_ascend(tmp_path / "nothing", given) == Ascend(variables={"MC_FORCE_TCP": "1"})
 
 
