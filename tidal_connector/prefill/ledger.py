@@ -177,10 +177,11 @@ class Ledger:
         """Let timers run; return when the next one ends."""
         due = NEVER
         for record in list(self.records.values()):
+            # One transport carries the bytes for all ranks of an engine: those for one may queue behind another's.
+            moved = max((self.moved.get(send.session, 0.0) for send in record.sends if send.session), default=0.0)
             for index, send in enumerate(record.sends):
                 if send.phase is Phase.GONE:
                     continue
-                moved = self.moved.get(send.session, 0.0) if send.session else 0.0
                 if now >= machine.due(send, stall_s, moved):
                     self.step(record, index, sends.Tick(stall_s, moved), now)
                 due = min(due, machine.due(record.sends[index], stall_s, moved))
